@@ -1,0 +1,2 @@
+// Shim: see README.md in this folder.
+#pragma once

@@ -1,0 +1,97 @@
+#include "lockstep/comm/agreement.h"
+
+#include <algorithm>
+#include <map>
+
+#include "lockstep/base/str.h"
+#include "lockstep/comm/objects.h"
+
+namespace lockstep {
+namespace {
+
+// One fact per entry: lengths first, so that values may hold anything.
+std::string encode(const Facts& facts) {
+  std::string text;
+  for (const auto& [name, value] : facts) text += str(name.size(), " ", value.size(), " ", name, value);
+  return text;
+}
+
+Facts decode(const std::string& text) {
+  Facts facts;
+  std::size_t at = 0;
+  const auto number = [&] {
+    const auto end = text.find(' ', at);
+    const auto value = std::stoul(text.substr(at, end - at));
+    at = end + 1;
+    return value;
+  };
+  while (at < text.size()) {
+    const auto name_size = number();
+    const auto value_size = number();
+    facts.emplace_back(text.substr(at, name_size), text.substr(at + name_size, value_size));
+    at += name_size + value_size;
+  }
+  return facts;
+}
+
+std::string shorten(const std::string& value) {
+  constexpr std::size_t kLongest = 200;
+  if (value.size() <= kLongest) return "'" + value + "'";
+  return str("'", value.substr(0, kLongest), "…' (", value.size(), " characters)");
+}
+
+/// "ranks 0, 2: 'a'; rank 1: 'b'".
+std::string by_rank(const std::vector<std::string>& values, const std::vector<int>& names) {
+  std::vector<std::pair<std::string, std::vector<int>>> holders;
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    auto found = std::find_if(holders.begin(), holders.end(), [&](const auto& item) { return item.first == values[i]; });
+    if (found == holders.end()) found = holders.insert(holders.end(), {values[i], {}});
+    found->second.push_back(names[i]);
+  }
+  std::vector<std::string> parts;
+  for (const auto& [value, ranks] : holders) {
+    parts.push_back(str(ranks.size() == 1 ? "rank " : "ranks ", join(ranks, ", "), ": ", value));
+  }
+  return join(parts, "; ");
+}
+
+}  // namespace
+
+void check_same_on_all_ranks(const std::string& what, const Facts& facts, const GroupPtr& group) {
+  const auto texts = all_gather_object(encode(facts), group);
+  if (std::all_of(texts.begin(), texts.end(), [&](const auto& text) { return text == texts[0]; })) return;
+
+  std::vector<Facts> all;
+  for (const auto& text : texts) all.push_back(decode(text));
+  const auto names = global_ranks(group);
+  std::size_t shortest = all[0].size();
+  for (const auto& each : all) shortest = std::min(shortest, each.size());
+  for (std::size_t i = 0; i < shortest; ++i) {
+    std::vector<std::string> values;
+    bool has_one_name = true;
+    for (const auto& each : all) {
+      has_one_name = has_one_name && each[i].first == all[0][i].first;
+      values.push_back(shorten(each[i].second));
+    }
+    if (!has_one_name) {
+      for (std::size_t rank = 0; rank < all.size(); ++rank) values[rank] = all[rank][i].first + " = " + values[rank];
+    }
+    const bool differs = std::any_of(values.begin(), values.end(), [&](const auto& value) { return value != values[0]; });
+    // shorten() may hide a difference far inside a long value; it is a difference all the same.
+    const bool differs_inside =
+        std::any_of(all.begin(), all.end(), [&](const auto& each) { return each[i] != all[0][i]; });
+    TORCH_CHECK(!differs && !differs_inside, "[lockstep/comm] the ranks of group '", group_name(group),
+                "' disagree on ", what, has_one_name && all[0][i].first != what ? ": " + all[0][i].first : "", ". ",
+                by_rank(values, names), ". Give every rank the same.");
+  }
+  std::vector<std::string> counts;
+  for (const auto& each : all) counts.push_back(str(each.size(), " entries"));
+  TORCH_CHECK(false, "[lockstep/comm] the ranks of group '", group_name(group), "' disagree on ", what, ". ",
+              by_rank(counts, names), ". Give every rank the same.");
+}
+
+void check_same_on_all_ranks(const std::string& what, const std::string& value, const GroupPtr& group) {
+  check_same_on_all_ranks(what, Facts{{what, value}}, group);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,17 @@
+#include "lockstep/comm/barrier.h"
+
+#include "lockstep/base/str.h"
+#include "lockstep/comm/group_state.h"
+#include "lockstep/comm/pending.h"
+
+namespace lockstep {
+
+void barrier(const GroupPtr& group, std::chrono::milliseconds timeout) {
+  auto& state = detail::state_of(group);
+  if (state.description.size == 1) return;
+  Call call{.kind = CallKind::kBarrier};
+  if (timeout.count() > 0) call.timeout = timeout;
+  launch(std::move(call), group).wait();
+}
+
+}  // namespace lockstep

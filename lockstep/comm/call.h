@@ -1,0 +1,62 @@
+// One collective call, as a value: what is asked, with which tensors. Every call the library makes passes through launch()
+// (pending.h) as a Call, so it can be observed, delayed, replaced or failed in one place; and every backend of ours receives
+// its calls in this form (call_backend.h).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+namespace lockstep {
+
+using ReduceOp = c10d::ReduceOp::RedOpType;
+
+enum class CallKind {
+  kAllReduce,            // inputs[i], in place; several tensors are reduced as one
+  kReduce,               // inputs[0], in place on the root
+  kBroadcast,            // inputs[0], in place
+  kAllGather,            // inputs[0] to outputs[rank]
+  kAllGatherSingle,      // inputs[i] to outputs[i], which holds world_size pieces
+  kReduceScatter,        // inputs[rank] to outputs[0]
+  kReduceScatterSingle,  // inputs[i], which holds world_size pieces, to outputs[i]
+  kGather,               // inputs[0] to outputs[rank] on the root
+  kScatter,              // inputs[rank] on the root to outputs[0]
+  kAllToAll,             // inputs[rank] to outputs[rank]
+  kAllToAllSingle,       // inputs[0] to outputs[0], cut by the splits; no splits means equal pieces
+  kBarrier,
+};
+
+/// Python's name of the operation: "all_reduce", "all_gather_into_tensor", …
+const char* name_of(CallKind kind);
+const char* name_of(ReduceOp op);
+
+struct Call {
+  CallKind kind = CallKind::kBarrier;
+  std::vector<at::Tensor> inputs = {};
+  std::vector<at::Tensor> outputs = {};
+  ReduceOp op = ReduceOp::SUM;
+  int root = 0;
+  std::vector<int64_t> input_splits = {};
+  std::vector<int64_t> output_splits = {};
+  std::chrono::milliseconds timeout = c10d::kUnsetTimeout;
+
+  /// Bytes this rank contributes.
+  std::size_t bytes() const;
+  /// "all_reduce(sum, float32[3, 4])": what two ranks must have in common is visible in it.
+  std::string describe() const;
+};
+
+/// "float32[3, 4]".
+std::string describe(const at::Tensor& tensor);
+
+/// Runs `call` on a c10d backend. Blocking or not as the backend is; throws what the backend throws.
+c10::intrusive_ptr<c10d::Work> dispatch(c10d::Backend& backend, const Call& call);
+
+/// The pieces of a single-tensor form, as views: `tensor` cut along dim 0 by `splits`, or into `count` equal parts.
+std::vector<at::Tensor> pieces_of(const at::Tensor& tensor, const std::vector<int64_t>& splits, int count);
+
+}  // namespace lockstep

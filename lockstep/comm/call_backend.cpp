@@ -1,0 +1,169 @@
+#include "lockstep/comm/call_backend.h"
+
+#include <ATen/core/ivalue.h>
+
+namespace lockstep {
+namespace {
+
+/// A call with the options every operation has.
+template <class Options>
+Call call_of(CallKind kind, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs, const Options& options) {
+  Call call{.kind = kind, .inputs = std::move(inputs), .outputs = std::move(outputs), .timeout = options.timeout};
+  if constexpr (requires { options.reduceOp; }) call.op = options.reduceOp.op_;
+  if constexpr (requires { options.rootRank; }) call.root = static_cast<int>(options.rootRank);
+  return call;
+}
+
+void check_one(const std::vector<at::Tensor>& tensors, const char* operation) {
+  TORCH_CHECK(tensors.size() == 1, operation, " takes one tensor, got ", tensors.size());
+}
+
+std::vector<at::Tensor> only_list(const std::vector<std::vector<at::Tensor>>& lists, const char* operation) {
+  TORCH_CHECK(lists.size() <= 1, operation, " takes one list of tensors, got ", lists.size());
+  return lists.empty() ? std::vector<at::Tensor>{} : lists[0];
+}
+
+void check_count(const Call& call, const std::vector<at::Tensor>& tensors, const char* what, std::size_t expected) {
+  TORCH_CHECK(tensors.size() == expected, name_of(call.kind), ": expected ", expected, " ", what, ", got ",
+              tensors.size());
+}
+
+void check_multiple(const Call& call, const at::Tensor& larger, const at::Tensor& smaller, int size) {
+  TORCH_CHECK(larger.numel() == smaller.numel() * size, name_of(call.kind), ": ", describe(larger), " must hold ", size,
+              " times ", describe(smaller));
+}
+
+}  // namespace
+
+CallBackend::WorkPtr CallBackend::check_and_submit(Call call) {
+  if (call.timeout == c10d::kUnsetTimeout) call.timeout = options_->timeout;
+  TORCH_CHECK(call.op != ReduceOp::PREMUL_SUM, "backend ", name_, " does not support premul_sum");
+  TORCH_CHECK(call.root >= 0 && call.root < size_, name_of(call.kind), ": root ", call.root, " is no rank of a group of ",
+              size_);
+  const auto size = static_cast<std::size_t>(size_);
+  switch (call.kind) {
+    case CallKind::kAllGather:
+      check_count(call, call.outputs, "outputs", size);
+      break;
+    case CallKind::kReduceScatter:
+      check_count(call, call.inputs, "inputs", size);
+      break;
+    case CallKind::kGather:
+      check_count(call, call.outputs, "outputs", rank_ == call.root ? size : 0);
+      break;
+    case CallKind::kScatter:
+      check_count(call, call.inputs, "inputs", rank_ == call.root ? size : 0);
+      break;
+    case CallKind::kAllToAll:
+      check_count(call, call.inputs, "inputs", size);
+      check_count(call, call.outputs, "outputs", size);
+      break;
+    case CallKind::kAllGatherSingle:
+    case CallKind::kReduceScatterSingle: {
+      check_count(call, call.outputs, "outputs", call.inputs.size());
+      const bool gathers = call.kind == CallKind::kAllGatherSingle;
+      for (std::size_t i = 0; i < call.inputs.size(); ++i) {
+        check_multiple(call, gathers ? call.outputs[i] : call.inputs[i], gathers ? call.inputs[i] : call.outputs[i],
+                       size_);
+      }
+      break;
+    }
+    default:
+      break;
+  }
+  return submit(std::move(call));
+}
+
+CallBackend::WorkPtr CallBackend::endCoalescing() {
+  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());
+  future->markCompleted();
+  return c10d::Work::create_from_future(future);
+}
+
+CallBackend::WorkPtr CallBackend::broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) {
+  check_one(tensors, "broadcast");
+  return check_and_submit(call_of(CallKind::kBroadcast, tensors, {}, options));
+}
+
+CallBackend::WorkPtr CallBackend::allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) {
+  check_one(tensors, "all_reduce");
+  return check_and_submit(call_of(CallKind::kAllReduce, tensors, {}, options));
+}
+
+CallBackend::WorkPtr CallBackend::allreduce_coalesced(std::vector<at::Tensor>& tensors,
+                                                      const c10d::AllreduceCoalescedOptions& options) {
+  return check_and_submit(call_of(CallKind::kAllReduce, tensors, {}, options));
+}
+
+CallBackend::WorkPtr CallBackend::reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& options) {
+  check_one(tensors, "reduce");
+  return check_and_submit(call_of(CallKind::kReduce, tensors, {}, options));
+}
+
+CallBackend::WorkPtr CallBackend::allgather(std::vector<std::vector<at::Tensor>>& outputs,
+                                            std::vector<at::Tensor>& inputs, const c10d::AllgatherOptions& options) {
+  check_one(inputs, "all_gather");
+  return check_and_submit(call_of(CallKind::kAllGather, inputs, only_list(outputs, "all_gather"), options));
+}
+
+CallBackend::WorkPtr CallBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                  const c10d::AllgatherOptions& options) {
+  return check_and_submit(call_of(CallKind::kAllGatherSingle, {input}, {output}, options));
+}
+
+CallBackend::WorkPtr CallBackend::allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs,
+                                                                  std::vector<at::Tensor>& inputs,
+                                                                  const c10d::AllgatherOptions& options) {
+  return check_and_submit(call_of(CallKind::kAllGatherSingle, inputs, outputs, options));
+}
+
+CallBackend::WorkPtr CallBackend::gather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
+                                         const c10d::GatherOptions& options) {
+  check_one(inputs, "gather");
+  return check_and_submit(call_of(CallKind::kGather, inputs, only_list(outputs, "gather"), options));
+}
+
+CallBackend::WorkPtr CallBackend::scatter(std::vector<at::Tensor>& outputs,
+                                          std::vector<std::vector<at::Tensor>>& inputs,
+                                          const c10d::ScatterOptions& options) {
+  check_one(outputs, "scatter");
+  return check_and_submit(call_of(CallKind::kScatter, only_list(inputs, "scatter"), outputs, options));
+}
+
+CallBackend::WorkPtr CallBackend::reduce_scatter(std::vector<at::Tensor>& outputs,
+                                                 std::vector<std::vector<at::Tensor>>& inputs,
+                                                 const c10d::ReduceScatterOptions& options) {
+  check_one(outputs, "reduce_scatter");
+  return check_and_submit(call_of(CallKind::kReduceScatter, only_list(inputs, "reduce_scatter"), outputs, options));
+}
+
+CallBackend::WorkPtr CallBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                       const c10d::ReduceScatterOptions& options) {
+  return check_and_submit(call_of(CallKind::kReduceScatterSingle, {input}, {output}, options));
+}
+
+CallBackend::WorkPtr CallBackend::reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& outputs,
+                                                                  std::vector<at::Tensor>& inputs,
+                                                                  const c10d::ReduceScatterOptions& options) {
+  return check_and_submit(call_of(CallKind::kReduceScatterSingle, inputs, outputs, options));
+}
+
+CallBackend::WorkPtr CallBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                                std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
+                                                const c10d::AllToAllOptions& options) {
+  auto call = call_of(CallKind::kAllToAllSingle, {input}, {output}, options);
+  call.input_splits = input_splits;
+  call.output_splits = output_splits;
+  return check_and_submit(std::move(call));
+}
+
+CallBackend::WorkPtr CallBackend::alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                                           const c10d::AllToAllOptions& options) {
+  return check_and_submit(call_of(CallKind::kAllToAll, inputs, outputs, options));
+}
+
+CallBackend::WorkPtr CallBackend::barrier(const c10d::BarrierOptions& options) {
+  return check_and_submit(call_of(CallKind::kBarrier, {}, {}, options));
+}
+
+}  // namespace lockstep

@@ -1,0 +1,26 @@
+// Finding out who is missing. A transport that loses a peer says at best that a connection broke. When a collective fails, every
+// survivor signs the group's failure page in the store, so that ranks still waiting stop too, and after a short grace all of them
+// name the same ranks: those that did not sign. Internal to comm.
+#pragma once
+
+#include <exception>
+#include <string>
+
+#include "lockstep/comm/group_state.h"
+
+namespace lockstep::detail {
+
+/// True if some rank of the group has given up. Costs one round trip to the store; asked only by ranks that wait for long.
+bool has_failure(GroupState& state);
+
+/// Signs the failure page and throws c10::DistBackendError that names `operation`, the ranks that did not sign, and the cause.
+/// The group refuses further calls. Blocks up to the grace period.
+[[noreturn]] void report_failure(GroupState& state, const std::string& operation, const std::string& cause);
+
+/// Throws if the group failed earlier.
+void check_usable(GroupState& state);
+
+/// The first line of an exception's message.
+std::string first_line(const std::exception& error);
+
+}  // namespace lockstep::detail

@@ -1,0 +1,70 @@
+#include "lockstep/comm/objects.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "lockstep/comm/collectives.h"
+
+namespace lockstep {
+namespace {
+
+/// Bytes go through the CPU backend where there is one.
+at::Device object_device(const GroupPtr& group) {
+  if (group->hasBackendForDeviceType(at::kCPU)) return at::kCPU;
+  return group->getDeviceTypes().front();
+}
+
+at::Tensor to_tensor(const std::string& bytes, int64_t size, at::Device device) {
+  auto tensor = at::zeros({size}, at::kByte);
+  std::memcpy(tensor.mutable_data_ptr(), bytes.data(), bytes.size());
+  return tensor.to(device);
+}
+
+std::string to_bytes(const at::Tensor& tensor, int64_t size) {
+  const auto local = tensor.cpu();
+  return {static_cast<const char*>(local.const_data_ptr()), static_cast<std::size_t>(size)};
+}
+
+}  // namespace
+
+std::vector<std::string> all_gather_object(const std::string& bytes, const GroupPtr& group) {
+  const int size = group->getSize();
+  if (size == 1) return {bytes};
+  const auto device = object_device(group);
+  const auto lengths = at::empty({size}, at::TensorOptions(at::kLong).device(device));
+  all_gather_into_tensor(lengths, at::tensor({static_cast<int64_t>(bytes.size())}, at::kLong).to(device), group);
+  const auto local_lengths = lengths.cpu();
+  const auto* length = local_lengths.const_data_ptr<int64_t>();
+  // Equal pieces, so that the transport needs no sizes; never empty, because not all of them like that.
+  const int64_t longest = std::max<int64_t>(1, *std::max_element(length, length + size));
+  const auto gathered = at::empty({size, longest}, at::TensorOptions(at::kByte).device(device));
+  all_gather_into_tensor(gathered, to_tensor(bytes, longest, device), group);
+  std::vector<std::string> result;
+  for (int rank = 0; rank < size; ++rank) result.push_back(to_bytes(gathered[rank], length[rank]));
+  return result;
+}
+
+std::vector<std::string> gather_object(const std::string& bytes, int root, const GroupPtr& group) {
+  auto all = all_gather_object(bytes, group);
+  if (group->getRank() != root) all.clear();
+  return all;
+}
+
+std::string broadcast_object(const std::string& bytes, int root, const GroupPtr& group) {
+  if (group->getSize() == 1) return bytes;
+  const auto device = object_device(group);
+  const bool is_root = group->getRank() == root;
+  auto length = at::tensor({static_cast<int64_t>(bytes.size())}, at::kLong).to(device);
+  broadcast(length, root, group);
+  const auto size = length.cpu().item<int64_t>();
+  if (size == 0) return "";
+  auto tensor = is_root ? to_tensor(bytes, size, device) : at::empty({size}, at::TensorOptions(at::kByte).device(device));
+  broadcast(tensor, root, group);
+  return to_bytes(tensor, size);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,98 @@
+#include "lockstep/comm/thread_backend.h"
+
+#include "lockstep/base/rank_local.h"
+#include "lockstep/comm/thread_hub.h"
+
+namespace lockstep {
+namespace {
+
+class ThreadWork : public c10d::Work {
+ public:
+  ThreadWork(std::shared_ptr<ThreadHub> hub, std::shared_ptr<Meeting> meeting, int rank, uint64_t sequence,
+             std::chrono::milliseconds timeout)
+      : Work(rank), hub_(std::move(hub)), meeting_(std::move(meeting)), sequence_(sequence), timeout_(timeout) {}
+
+  bool isCompleted() override { return hub_->is_done(*meeting_); }
+  bool isSuccess() const override { return hub_->is_done(*meeting_) && !meeting_->error; }
+  std::exception_ptr exception() const override { return hub_->is_done(*meeting_) ? meeting_->error : nullptr; }
+  uint64_t getSequencenumber() const override { return sequence_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return hub_->future(*meeting_, rank_); }
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    hub_->wait(*meeting_, rank_, sequence_, timeout == kNoTimeout ? timeout_ : timeout);
+    return true;
+  }
+
+  std::vector<at::Tensor> result() override {
+    const Call& call = meeting_->seats[rank_]->call;
+    return call.outputs.empty() ? call.inputs : call.outputs;
+  }
+
+ private:
+  const std::shared_ptr<ThreadHub> hub_;
+  const std::shared_ptr<Meeting> meeting_;
+  const uint64_t sequence_;
+  const std::chrono::milliseconds timeout_;
+};
+
+struct RunSlot {
+  std::mutex mutex;
+  std::shared_ptr<ThreadRun> run;
+};
+
+}  // namespace
+
+ThreadRun::ThreadRun(std::shared_ptr<ThreadSchedule> schedule) : schedule_(std::move(schedule)) {}
+
+void ThreadRun::abort(const std::string& reason) {
+  std::vector<std::shared_ptr<ThreadHub>> hubs;
+  {
+    const std::lock_guard lock(mutex_);
+    if (abort_reason_.empty()) abort_reason_ = reason;
+    for (const auto& weak : hubs_) {
+      if (auto hub = weak.lock()) hubs.push_back(std::move(hub));
+    }
+  }
+  for (const auto& hub : hubs) hub->abort(reason);
+}
+
+void ThreadRun::throw_if_aborted(const std::string& context) {
+  const std::lock_guard lock(mutex_);
+  if (!abort_reason_.empty()) throw PeerFailure(context + abort_reason_);
+}
+
+std::shared_ptr<ThreadRun> ThreadRun::current() {
+  auto& slot = rank_local<RunSlot>();
+  const std::lock_guard lock(slot.mutex);
+  if (!slot.run) slot.run = std::make_shared<ThreadRun>();
+  return slot.run;
+}
+
+void ThreadRun::enter(std::shared_ptr<ThreadRun> run) {
+  auto& slot = rank_local<RunSlot>();
+  const std::lock_guard lock(slot.mutex);
+  slot.run = std::move(run);
+}
+
+std::string describe_pending(const ThreadHub& hub) {
+  return hub.describe_pending();
+}
+
+ThreadBackend::ThreadBackend(const std::string& hub_key, int rank, int size, std::string group_name,
+                             std::chrono::milliseconds timeout)
+    : CallBackend(rank, size, "threads", timeout), hub_(ThreadHub::attach(hub_key, size, group_name)) {}
+
+ThreadBackend::~ThreadBackend() = default;
+
+void ThreadBackend::abort() {
+  hub_->abort("the group was aborted");
+}
+
+CallBackend::WorkPtr ThreadBackend::submit(Call call) {
+  const uint64_t sequence = next_sequence_++;
+  const auto timeout = call.timeout;
+  auto meeting = hub_->arrive(rank_, sequence, std::move(call));
+  return c10::make_intrusive<ThreadWork>(hub_, std::move(meeting), rank_, sequence, timeout);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,129 @@
+// The kit for GoogleTest. A multi-rank test in five lines:
+//
+//   LOCKSTEP_RANK_TEST(AllReduce, SumsOverRanks, 3) {
+//     auto tensor = at::ones({4}) * (world.rank() + 1);
+//     lockstep::all_reduce(tensor, world.group());
+//     EXPECT_EQ(tensor[0].item<float>(), 6);
+//   }
+//
+// The body runs on every rank; `world` is the rank's. EXPECT_* and ASSERT_* work, exceptions fail the test, Skip skips it.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "lockstep/testing/checks.h"
+#include "lockstep/testing/continuous.h"
+#include "lockstep/testing/process_ranks.h"
+#include "lockstep/testing/skip.h"
+#include "lockstep/testing/thread_ranks.h"
+
+namespace lockstep::testing {
+
+/// Turns GoogleTest's own results inside a rank into what the kit understands.
+inline RankBody with_gtest_results(RankBody body) {
+  return [body = std::move(body)](const World& world) {
+    body(world);
+    const auto* test = ::testing::UnitTest::GetInstance()->current_test_info();
+    if (test == nullptr) return;
+    if (::testing::Test::IsSkipped()) throw Skip{SkipCode::kFeatureMissing, "skipped in the test body"};
+    if (!is_rank_process()) {
+      // Rank threads share one result; a fatal failure anywhere must end all of them.
+      if (::testing::Test::HasFatalFailure()) throw CheckFailure("an assertion failed, see above");
+      return;
+    }
+    if (!test->result()->Failed()) return;
+    std::string text;
+    for (int i = 0; i < test->result()->total_part_count(); ++i) {
+      const auto& part = test->result()->GetTestPartResult(i);
+      if (part.failed()) text += std::string(part.file_name()) + ":" + std::to_string(part.line_number()) + ": " + part.message() + "\n";
+    }
+    throw CheckFailure(text);
+  };
+}
+
+/// Makes a run's report the result of the current test.
+inline void report_to_gtest(const RunReport& report) {
+  if (const auto reason = report.skipped()) {
+    GTEST_SKIP() << *reason;
+  }
+  EXPECT_TRUE(report.has_passed()) << report.describe();
+}
+
+inline void run_threads_in_gtest(const RunOptions& options, const RankBody& body) {
+  report_to_gtest(run_threads(options, with_gtest_results(body)));
+}
+
+/// "Suite.Test" of the test that runs.
+inline std::string current_test_name() {
+  const auto* test = ::testing::UnitTest::GetInstance()->current_test_info();
+  return std::string(test->test_suite_name()) + "." + test->name();
+}
+
+/// How a fresh process comes to the current test. `label` tells several calls in one test apart.
+inline ProcessCall call_from_gtest(const std::string& label = "") {
+  const auto name = current_test_name();
+  return {.name = name + (label.empty() ? "" : "#" + label), .arguments = {"--gtest_filter=" + name, "--gtest_brief=1"}};
+}
+
+inline RunReport run_processes_from_gtest(const RunOptions& options, const RankBody& body, const std::string& label = "") {
+  return run_processes(options, call_from_gtest(label), with_gtest_results(body));
+}
+
+inline void run_processes_in_gtest(const RunOptions& options, const RankBody& body) {
+  report_to_gtest(run_processes_from_gtest(options, body));
+}
+
+/// Fixture whose tests share one set of rank processes (continuous mode). Derive with the suite's own type:
+///   class Fast : public ContinuousTest<Fast> {};    TEST_F(Fast, Sums) { run([](const World& world) { … }); }
+template <class Suite>
+class ContinuousTest : public ::testing::Test {
+ public:
+  static RunOptions options() { return {}; }
+
+  static void SetUpTestSuite() {
+    const auto* suite = ::testing::UnitTest::GetInstance()->current_test_suite();
+    // The rank walks through the same tests as the parent: same suite, same filter.
+    ranks() = std::make_unique<ContinuousRanks>(
+        Suite::options(), ProcessCall{.name = suite->name(),
+                                      .arguments = {"--gtest_filter=" + std::string(suite->name()) + ".*", "--gtest_brief=1"}});
+  }
+  static void TearDownTestSuite() { ranks().reset(); }
+
+ protected:
+  /// Call it from the test body itself: a skip returns from here, not from the test.
+  void run(const RankBody& body) { report_to_gtest(ranks()->run(current_test_name(), with_gtest_results(body))); }
+
+  static std::unique_ptr<ContinuousRanks>& ranks() {
+    static std::unique_ptr<ContinuousRanks> instance;
+    return instance;
+  }
+};
+
+}  // namespace lockstep::testing
+
+/// A test whose ranks are threads.
+#define LOCKSTEP_THREAD_TEST(suite, name, ranks)                                                                   \
+  static void suite##_##name##_on_rank([[maybe_unused]] const ::lockstep::World& world);                           \
+  TEST(suite, name) { ::lockstep::testing::run_threads_in_gtest({.world_size = ranks}, suite##_##name##_on_rank); } \
+  static void suite##_##name##_on_rank([[maybe_unused]] const ::lockstep::World& world)
+
+/// A test whose ranks are processes.
+#define LOCKSTEP_PROCESS_TEST(suite, name, ranks)                                                                    \
+  static void suite##_##name##_on_rank([[maybe_unused]] const ::lockstep::World& world);                             \
+  TEST(suite, name) { ::lockstep::testing::run_processes_in_gtest({.world_size = ranks}, suite##_##name##_on_rank); } \
+  static void suite##_##name##_on_rank([[maybe_unused]] const ::lockstep::World& world)
+
+/// The same body in both harnesses: tests name_AsThreads and name_AsProcesses.
+#define LOCKSTEP_RANK_TEST(suite, name, ranks)                                                        \
+  static void suite##_##name##_on_rank([[maybe_unused]] const ::lockstep::World& world);              \
+  TEST(suite, name##_AsThreads) {                                                                     \
+    ::lockstep::testing::run_threads_in_gtest({.world_size = ranks}, suite##_##name##_on_rank);       \
+  }                                                                                                   \
+  TEST(suite, name##_AsProcesses) {                                                                   \
+    ::lockstep::testing::run_processes_in_gtest({.world_size = ranks}, suite##_##name##_on_rank);     \
+  }                                                                                                   \
+  static void suite##_##name##_on_rank([[maybe_unused]] const ::lockstep::World& world)

@@ -1,0 +1,47 @@
+// Ready-made interposers: delay, fail, drop, change or check the collectives of the current rank. Each lives as a scope:
+//
+//   const auto late = delay_calls(CallKind::kReduceScatterSingle, 50ms);
+//
+// SharedScope is for what all ranks must have in place at the same time.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <string>
+
+#include "lockstep/comm/interposer.h"
+
+namespace lockstep::testing {
+
+/// Sleeps before every call of `kind`: on the tensors' device for CUDA, in the caller otherwise.
+[[nodiscard]] InterposerScope delay_calls(CallKind kind, std::chrono::milliseconds duration);
+
+/// The n-th call of `kind` in this scope (0 is the first) throws c10::DistBackendError(message) instead of running.
+[[nodiscard]] InterposerScope fail_call(CallKind kind, std::size_t n, const std::string& message);
+
+/// Calls of `kind` do nothing and look finished, as if the library had forgotten them.
+[[nodiscard]] InterposerScope drop_calls(CallKind kind);
+
+/// Runs `instead` for calls of `kind`; it may call next(call) with a changed call.
+[[nodiscard]] InterposerScope replace_calls(
+    CallKind kind, std::function<Pending(const Call& call, const NextCall& next)> instead);
+
+/// Shows `check` the output of every reduce-scatter before it runs: dtype, size and device can be asserted. A call without an
+/// output is an error.
+[[nodiscard]] InterposerScope reduce_scatter_with_assert(std::function<void(const at::Tensor& output)> check);
+
+/// Takes a barrier over `group` after construction and before destruction, so that no rank runs inside while another is outside.
+/// Collective. While an exception unwinds there is no barrier: the other ranks may never come to theirs.
+class SharedScope {
+ public:
+  explicit SharedScope(GroupPtr group);
+  ~SharedScope() noexcept(false);
+  SharedScope(const SharedScope&) = delete;
+  SharedScope& operator=(const SharedScope&) = delete;
+
+ private:
+  const GroupPtr group_;
+  const int exceptions_at_start_;
+};
+
+}  // namespace lockstep::testing

@@ -1,0 +1,1 @@
+// Carries the precompiled header; has nothing else to say.

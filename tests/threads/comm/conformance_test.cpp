@@ -1,0 +1,42 @@
+// The conformance suite over ranks as threads.
+#include "tests/conformance.h"
+
+#include "lockstep/testing/gtest.h"
+
+namespace lockstep {
+namespace {
+
+class ThreadConformance : public ::testing::TestWithParam<int> {};
+
+// TEST-12: every collective, dtype, size and reduction.
+TEST_P(ThreadConformance, HoldsForEveryCollective) {
+  testing::run_threads_in_gtest({.world_size = GetParam()},
+                                [](const World& world) { conformance::check_all(world, at::kCPU); });
+}
+
+// TEST-63: the same under random yields and late completions.
+TEST_P(ThreadConformance, HoldsUnderChaos) {
+  for (const uint64_t seed : {1, 2, 3}) {
+    testing::run_threads_in_gtest({.world_size = GetParam(), .chaos_seed = seed}, [](const World& world) {
+      for (const auto op : conformance::kOps) {
+        conformance::check_all_reduce(world, at::kFloat, 31, op, at::kCPU);
+        conformance::check_reduce_scatters(world, at::kFloat, 31, op, at::kCPU);
+      }
+      conformance::check_gathers(world, at::kLong, 31, at::kCPU);
+      conformance::check_all_to_all(world, at::kBFloat16, 31, at::kCPU);
+      conformance::check_broadcast(world, at::kHalf, 31, at::kCPU);
+    });
+  }
+}
+
+TEST_P(ThreadConformance, HoldsOnTheGpu) {
+  if (testing::device_count() == 0) GTEST_SKIP() << "needs a GPU";
+  testing::run_threads_in_gtest({.world_size = GetParam()}, [](const World& world) {
+    conformance::check_all(world, at::Device(at::kCUDA, 0));
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Worlds, ThreadConformance, ::testing::Values(1, 2, 3, 4));
+
+}  // namespace
+}  // namespace lockstep
