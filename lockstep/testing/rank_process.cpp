@@ -74,7 +74,9 @@ RankOutcome run_guarded(const std::function<void()>& body, std::optional<int>* s
     *skip_code = static_cast<int>(skip.code);
     return {RankOutcome::Kind::kSkipped, skip.reason};
   } catch (const c10::Error& error) {
-    return {RankOutcome::Kind::kFailed, str(error.what_without_backtrace(), "\n", event_tail().text(), error.what())};
+    const std::string message = error.what_without_backtrace();
+    const std::string stack = std::string(error.what()).substr(message.size());
+    return {RankOutcome::Kind::kFailed, str(message, "\n", event_tail().text(), stack)};
   } catch (const std::exception& error) {
     return {RankOutcome::Kind::kFailed, str(error.what(), "\n", event_tail().text())};
   } catch (...) {

@@ -100,7 +100,7 @@ TEST(BackendRegistry, TakesNewBackends) {
     return c10::make_intrusive<FakeBackend>(request.rank, request.size, request.timeout);
   });
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  store->set("world/check_in/0", std::string("1"));
+  store->set("world/check_in/0", std::vector<uint8_t>{1});
   const auto world = init({.backend = "pretend", .rank = 1, .world_size = 2, .store = store});
   EXPECT_EQ(world.group()->getBackend(c10::kCPU)->getBackendName(), "fake");
   expect_error([&] { all_reduce(at::ones({1}, at::kCUDA), world.group()); }, {});
