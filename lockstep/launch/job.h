@@ -57,6 +57,9 @@ struct JobOptions {
   std::chrono::milliseconds grace{5000};
 
   bool stop_others_on_failure = true;
+
+  /// What counts as failing; a test kit's ranks may end with other codes on purpose.
+  std::function<bool(const ExitStatus& status)> is_failure = [](const ExitStatus& status) { return !status.ok(); };
 };
 
 struct RankResult {

@@ -25,7 +25,7 @@ class RunningRank {
   Child& child() { return child_; }
   const Child& child() const { return child_; }
   bool runs() const { return !child_.exit_status(); }
-  bool failed() const { return child_.exit_status() && !child_.exit_status()->ok(); }
+  bool failed() const { return child_.exit_status() && options_.is_failure(*child_.exit_status()); }
 
   /// Whether the whole tree is gone and all it wrote was read.
   bool is_done() const { return child_.is_gone() && !stdout_open_ && !stderr_open_ && !report_reader_; }

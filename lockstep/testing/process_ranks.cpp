@@ -105,19 +105,23 @@ RunReport run_processes(RunOptions options, const ProcessCall& call, const RankB
     if (self->call != call.name) return {};
     detail::explain_rank_termination(*self);
     std::optional<int> skip_code;
+    std::optional<World> world;
     const auto outcome = detail::run_guarded(
         [&] {
-          const World world = detail::join_world(*self, options);
-          body(world);
-          barrier(world.group());
+          world.emplace(detail::join_world(*self, options));
+          body(*world);
+          barrier(world->group());
+          world.reset();
         },
         &skip_code);
     detail::end_process(*self, outcome, skip_code);
   }
   const TempDir directory;
   auto job_options = detail::rank_job(options, call, directory.file("store"));
-  // Ranks that fail on purpose must all get the chance to.
-  job_options.stop_others_on_failure = !options.expected_exit_code;
+  // Ranks that skip, or fail on purpose, must all get the chance to.
+  job_options.is_failure = [&](const ExitStatus& status) {
+    return !options.expected_exit_code && !status.ok() && !(status.code && is_skip_code(*status.code));
+  };
   return detail::report_of(Job(std::move(job_options)).run(), options);
 }
 

@@ -23,7 +23,8 @@ constexpr int kSawIt = 42;
 void expect_survivors_name_rank_two(const std::function<void()>& doom, std::chrono::milliseconds timeout,
                                     const std::function<void(const World&)>& collective) {
   const auto report = run_processes_from_gtest(
-      {.world_size = 4, .timeout = 120s, .collective_timeout = timeout, .expected_exit_code = kSawIt},
+      // A stopped rank never ends by itself; the survivors are done long before this is over.
+      {.world_size = 4, .timeout = 30s, .collective_timeout = timeout, .expected_exit_code = kSawIt},
       [&](const World& world) {
         all_reduce(at::ones({3}), world.group());
         if (world.rank() == 2) {
@@ -47,16 +48,16 @@ void expect_survivors_name_rank_two(const std::function<void()>& doom, std::chro
 }
 
 TEST(Failure, OfAKilledRankIsNamedByTheSurvivors) {
-  expect_survivors_name_rank_two([] { ::raise(SIGKILL); }, 20s,
+  expect_survivors_name_rank_two([] { ::raise(SIGKILL); }, 15s,
                                  [](const World& world) { all_reduce(at::ones({1000}), world.group()); });
 }
 
 TEST(Failure, OfAKilledRankIsNamedInABarrier) {
-  expect_survivors_name_rank_two([] { ::raise(SIGKILL); }, 20s, [](const World& world) { barrier(world.group()); });
+  expect_survivors_name_rank_two([] { ::raise(SIGKILL); }, 15s, [](const World& world) { barrier(world.group()); });
 }
 
 TEST(Failure, OfAHungRankIsNamedAfterTheTimeout) {
-  expect_survivors_name_rank_two([] { std::this_thread::sleep_for(30s); }, 3s,
+  expect_survivors_name_rank_two([] { std::this_thread::sleep_for(12s); }, 3s,
                                  [](const World& world) { all_reduce(at::ones({1000}), world.group()); });
 }
 
@@ -68,9 +69,9 @@ TEST(Failure, IsToldToTheRankThatCameLate) {
   const auto report = run_processes_from_gtest(
       {.world_size = 3, .timeout = 120s, .collective_timeout = 3s, .expected_exit_code = kSawIt}, [](const World& world) {
         barrier(world.group());
-        if (world.rank() == 1) std::this_thread::sleep_for(8s);
+        if (world.rank() == 1) std::this_thread::sleep_for(6s);
         const auto message = expect_error([&] { all_reduce(at::ones({10}), world.group()); }, {"all_reduce(sum, Float[10])"});
-        if (world.rank() != 1) EXPECT_THAT(message, HasSubstr("rank 1 is gone, hung or late"));
+        EXPECT_THAT(message, HasSubstr(world.rank() == 1 ? "failed" : "rank 1 is gone, hung or late"));
         if (!::testing::Test::HasFailure()) std::_Exit(kSawIt);
       });
   if (testing::is_rank_process()) return;
@@ -100,7 +101,7 @@ TEST(Failure, WhileMakingAGroupNamesTheAbsentRank) {
   const auto report = run_processes_from_gtest(
       {.world_size = 3, .timeout = 120s, .collective_timeout = 2s, .expected_exit_code = kSawIt}, [](const World& world) {
         if (world.rank() == 1) {
-          std::this_thread::sleep_for(8s);
+          std::this_thread::sleep_for(6s);
           std::_Exit(kSawIt);
         }
         expect_error([&] { new_group(world.group(), {0, 1, 2}); }, {"making group", "rank 1 did not come within 2000 ms"});

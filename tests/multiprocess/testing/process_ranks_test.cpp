@@ -6,6 +6,7 @@
 #include <fstream>
 #include <thread>
 
+#include "lockstep/comm/backend_registry.h"
 #include "lockstep/lockstep.h"
 #include "lockstep/testing/gtest.h"
 #include "lockstep/testing/seeds.h"
@@ -34,7 +35,8 @@ TEST(ProcessRanks, ChooseWorldSizeAndBackendFromTheMachine) {
   const int gpus = testing::device_count();
   EXPECT_EQ(options.world_size, gpus == 0 ? 4 : std::min(gpus, 8));
   EXPECT_EQ(options.timeout, 300s);
-  if (gpus == 0) EXPECT_EQ(options.backend, "gloo");
+  const bool has_nccl = gpus > 0 && is_backend_registered("nccl");
+  EXPECT_EQ(options.backend, has_nccl ? "cpu:gloo,cuda:nccl" : "gloo");
   EXPECT_EQ(testing::with_defaults({.world_size = 7}, true).world_size, 7);
   EXPECT_EQ(testing::with_defaults({.world_size = gpus + 1}, true).backend, "gloo");
 }
