@@ -196,6 +196,11 @@ std::chrono::milliseconds group_timeout(const GroupPtr& group) {
   return detail::state_of(group).description.timeout;
 }
 
+bool serves_device(const GroupPtr& group, c10::DeviceType device) {
+  const auto served = group->getDeviceTypes();
+  return std::any_of(served.begin(), served.end(), [&](const c10::Device& each) { return each.type() == device; });
+}
+
 std::string backend_spec(const GroupPtr& group) {
   return detail::state_of(group).description.backend_spec;
 }

@@ -46,6 +46,9 @@ std::string group_name(const GroupPtr& group);
 /// The timeout of the group's operations. Local.
 std::chrono::milliseconds group_timeout(const GroupPtr& group);
 
+/// Whether the group can move tensors that live on `device`. Local.
+bool serves_device(const GroupPtr& group, c10::DeviceType device);
+
 /// "gloo" or "cpu:gloo,cuda:nccl": a string new_group() takes. Local.
 std::string backend_spec(const GroupPtr& group);
 

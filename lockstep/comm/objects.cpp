@@ -14,7 +14,7 @@ namespace {
 
 /// Bytes go through the CPU backend where there is one.
 at::Device object_device(const GroupPtr& group) {
-  if (group->hasBackendForDeviceType(at::kCPU)) return at::kCPU;
+  if (serves_device(group, at::kCPU)) return at::kCPU;
   return group->getDeviceTypes().front();
 }
 

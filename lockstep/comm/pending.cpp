@@ -61,7 +61,7 @@ at::DeviceType device_of(const Call& call, const c10d::ProcessGroup& group) {
 c10d::Backend& backend_for(const Call& call, const GroupPtr& group, const detail::GroupState& state) {
   if (call.kind == CallKind::kBarrier) return *group->getDefaultBackend();
   const auto device = device_of(call, *group);
-  TORCH_CHECK(group->hasBackendForDeviceType(device), "[lockstep/comm] ", state.who(), ": ", call.describe(),
+  TORCH_CHECK(serves_device(group, device), "[lockstep/comm] ", state.who(), ": ", call.describe(),
               " on group '", state.description.name, "': the group has no backend for ", c10::DeviceTypeName(device, true),
               " tensors");
   return *group->getBackend(device);

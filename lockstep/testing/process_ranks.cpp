@@ -3,8 +3,8 @@
 #include <unistd.h>
 
 #include <csignal>
-#include <filesystem>
-#include <iostream>
+#include <climits>
+#include <sstream>
 
 #include "lockstep/base/stack_dump.h"
 #include "lockstep/base/str.h"
@@ -19,6 +19,18 @@ namespace lockstep::testing {
 
 namespace detail {
 
+namespace {
+
+std::string own_program() {
+  std::string path(PATH_MAX, '\0');
+  const auto length = ::readlink("/proc/self/exe", path.data(), path.size());
+  TORCH_CHECK(length > 0, "[lockstep/testing] cannot find the running program");
+  path.resize(static_cast<std::size_t>(length));
+  return path;
+}
+
+}  // namespace
+
 JobOptions rank_job(const RunOptions& options, const ProcessCall& call, const std::string& store_path) {
   JobOptions job;
   job.collect_reports = true;
@@ -26,7 +38,7 @@ JobOptions rank_job(const RunOptions& options, const ProcessCall& call, const st
   job.timeout = options.timeout;
   // Asked to stop, a rank says where it is and ends; this is how long it may take to do so.
   job.grace = std::chrono::seconds(5);
-  const auto program = std::filesystem::read_symlink("/proc/self/exe").string();
+  const auto program = own_program();
   for (int rank = 0; rank < options.world_size; ++rank) {
     RankSpec spec;
     spec.rank = rank;

@@ -25,8 +25,7 @@ dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
 value = torch.arange(3.0) * (dist.get_rank() + 1)
 dist.all_reduce(value)
 names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE",
-         "ROLE_NAME", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "OMP_NUM_THREADS",
-         "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+         "ROLE_NAME", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 seen = [f"{name}={os.environ.get(name)}" for name in names]
 # One write per rank: under torchrun nobody keeps lines of different ranks apart.
 os.write(1, f"{dist.get_rank()} of {dist.get_world_size()}: {value.tolist()} {sys.argv[1:]} {seen}\n".encode())

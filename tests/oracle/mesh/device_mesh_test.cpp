@@ -3,9 +3,12 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <regex>
 #include <sstream>
 #include <string>
 #include <vector>
+
+#include <torch/headeronly/version.h>
 
 #include "lockstep/base/str.h"
 #include "lockstep/comm/world.h"
@@ -70,6 +73,11 @@ std::vector<std::string> describe_all() {
   return lines;
 }
 
+std::string without_strides(const std::string& line) {
+  static const std::regex strides("stride=.*?\\) (at|outside)");
+  return std::regex_replace(line, strides, "$1");
+}
+
 // TP-1, TP-3, TP-7, TP-8, TP-10: the same coordinates, ranks, groups and text as PyTorch's
 TEST(DeviceMeshOracle, AgreesWithPyTorch) {
   const char* python = std::getenv("LOCKSTEP_PYTHON");
@@ -85,7 +93,14 @@ TEST(DeviceMeshOracle, AgreesWithPyTorch) {
   std::vector<std::string> lines;
   for (const auto& part : by_rank) lines.insert(lines.end(), part.begin(), part.end());
   ASSERT_EQ(lines.size(), reference.size());
-  for (std::size_t i = 0; i < lines.size(); ++i) EXPECT_EQ(lines[i], reference[i]);
+  for (std::size_t i = 0; i < lines.size(); ++i) {
+    // Before torch 2.12, PyTorch printed the strides of axes of one rank, and of flattened ones, in another way.
+    if (TORCH_VERSION_MINOR < 12) {
+      EXPECT_EQ(without_strides(lines[i]), without_strides(reference[i]));
+    } else {
+      EXPECT_EQ(lines[i], reference[i]);
+    }
+  }
 }
 
 }  // namespace

@@ -64,7 +64,7 @@ TEST(World, RefusesContradictoryOptionsBeforeContactingAnyone) {
   refuse({.rank = 2, .world_size = 2}, {"rank 2", "world_size 2"});
   refuse({.init_method = "tcp://127.0.0.1:1"}, {"tcp://127.0.0.1:1", "set rank and world_size"});
   refuse({.store = c10::make_intrusive<c10d::HashStore>()}, {"a store", "set rank and world_size"});
-  refuse({.backend = "glue"}, {"no backend 'glue'", "gloo, threads"});
+  refuse({.backend = "glue"}, {"no backend 'glue'", "gloo", "threads"});
   refuse({.backend = "cpu:gloo,cpu:threads"}, {"two backends for cpu", "gloo", "threads"});
   refuse({.timeout = std::chrono::milliseconds(0)}, {"timeout must be positive"});
   refuse({.init_method = "carrier://pigeon", .rank = 0, .world_size = 2}, {"carrier://pigeon", "env://", "file:///path"});
