@@ -10,6 +10,19 @@
 
 namespace lockstep::conformance {
 
+/// Where a case runs: a world's group, or any other.
+class Place {
+ public:
+  Place(const World& world) : group_(world.group()) {}  // NOLINT: a world is a place
+  explicit Place(GroupPtr group) : group_(std::move(group)) {}
+  int rank() const { return group_->getRank(); }
+  int world_size() const { return group_->getSize(); }
+  const GroupPtr& group() const { return group_; }
+
+ private:
+  GroupPtr group_;
+};
+
 /// 0, 1, a prime, and one larger than any chunk a backend may use.
 inline const std::vector<int64_t> kSizes = {0, 1, 31, 262'147};
 inline const std::vector<at::ScalarType> kDtypes = {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kLong};
@@ -54,85 +67,85 @@ inline std::string label(const char* operation, at::ScalarType dtype, int64_t si
   return std::string(operation) + " " + c10::toString(dtype) + " " + std::to_string(size) + " " + name_of(op);
 }
 
-inline void check_all_reduce(const World& world, at::ScalarType dtype, int64_t size, ReduceOp op, at::Device device) {
-  auto tensor = values(world.rank(), size, dtype, device);
-  all_reduce(tensor, world.group(), op);
+inline void check_all_reduce(const Place& place, at::ScalarType dtype, int64_t size, ReduceOp op, at::Device device) {
+  auto tensor = values(place.rank(), size, dtype, device);
+  all_reduce(tensor, place.group(), op);
   testing::check_equal(label("all_reduce", dtype, size, op), tensor,
-                       reduced(world.world_size(), op, size, dtype, device), tolerance(op, dtype));
+                       reduced(place.world_size(), op, size, dtype, device), tolerance(op, dtype));
 }
 
-inline void check_all_reduce_coalesced(const World& world, at::ScalarType dtype, ReduceOp op, at::Device device) {
+inline void check_all_reduce_coalesced(const Place& place, at::ScalarType dtype, ReduceOp op, at::Device device) {
   std::vector<at::Tensor> tensors;
-  for (int i = 0; i < 3; ++i) tensors.push_back(values(world.rank(), 5 + i, dtype, device, i));
-  all_reduce_coalesced(tensors, world.group(), op);
+  for (int i = 0; i < 3; ++i) tensors.push_back(values(place.rank(), 5 + i, dtype, device, i));
+  all_reduce_coalesced(tensors, place.group(), op);
   for (int i = 0; i < 3; ++i) {
     testing::check_equal(label("all_reduce_coalesced", dtype, 5 + i, op), tensors[i],
-                         reduced(world.world_size(), op, 5 + i, dtype, device, i), tolerance(op, dtype));
+                         reduced(place.world_size(), op, 5 + i, dtype, device, i), tolerance(op, dtype));
   }
 }
 
-inline void check_reduce(const World& world, at::ScalarType dtype, int64_t size, ReduceOp op, at::Device device) {
-  for (int root = 0; root < world.world_size(); ++root) {
-    auto tensor = values(world.rank(), size, dtype, device);
-    reduce(tensor, root, world.group(), op);
-    if (world.rank() != root) continue;
-    testing::check_equal(label("reduce", dtype, size, op), tensor, reduced(world.world_size(), op, size, dtype, device),
+inline void check_reduce(const Place& place, at::ScalarType dtype, int64_t size, ReduceOp op, at::Device device) {
+  for (int root = 0; root < place.world_size(); ++root) {
+    auto tensor = values(place.rank(), size, dtype, device);
+    reduce(tensor, root, place.group(), op);
+    if (place.rank() != root) continue;
+    testing::check_equal(label("reduce", dtype, size, op), tensor, reduced(place.world_size(), op, size, dtype, device),
                          tolerance(op, dtype));
   }
 }
 
-inline void check_broadcast(const World& world, at::ScalarType dtype, int64_t size, at::Device device) {
-  for (int root = 0; root < world.world_size(); ++root) {
-    auto tensor = values(world.rank(), size, dtype, device);
-    broadcast(tensor, root, world.group());
+inline void check_broadcast(const Place& place, at::ScalarType dtype, int64_t size, at::Device device) {
+  for (int root = 0; root < place.world_size(); ++root) {
+    auto tensor = values(place.rank(), size, dtype, device);
+    broadcast(tensor, root, place.group());
     testing::check_equal(label("broadcast", dtype, size), tensor, values(root, size, dtype, device));
   }
 }
 
-inline void check_gathers(const World& world, at::ScalarType dtype, int64_t size, at::Device device) {
-  const int ranks = world.world_size();
-  const auto mine = values(world.rank(), size, dtype, device);
+inline void check_gathers(const Place& place, at::ScalarType dtype, int64_t size, at::Device device) {
+  const int ranks = place.world_size();
+  const auto mine = values(place.rank(), size, dtype, device);
   std::vector<at::Tensor> expected;
   for (int rank = 0; rank < ranks; ++rank) expected.push_back(values(rank, size, dtype, device));
 
   std::vector<at::Tensor> list;
   for (int rank = 0; rank < ranks; ++rank) list.push_back(at::empty_like(mine));
-  all_gather(list, mine, world.group());
+  all_gather(list, mine, place.group());
   for (int rank = 0; rank < ranks; ++rank) testing::check_equal(label("all_gather", dtype, size), list[rank], expected[rank]);
 
   const auto flat = at::empty({ranks * size}, mine.options());
-  all_gather_into_tensor(flat, mine, world.group());
+  all_gather_into_tensor(flat, mine, place.group());
   testing::check_equal(label("all_gather_into_tensor", dtype, size), flat, at::cat(expected));
   const auto stacked = at::empty({ranks, size}, mine.options());
-  all_gather_into_tensor(stacked, mine, world.group());
+  all_gather_into_tensor(stacked, mine, place.group());
   testing::check_equal(label("all_gather_into_tensor stacked", dtype, size), stacked, at::stack(expected));
 
   for (int root = 0; root < ranks; ++root) {
     std::vector<at::Tensor> outputs;
-    if (world.rank() == root) {
+    if (place.rank() == root) {
       for (int rank = 0; rank < ranks; ++rank) outputs.push_back(at::empty_like(mine));
     }
-    gather(mine, outputs, root, world.group());
+    gather(mine, outputs, root, place.group());
     for (std::size_t rank = 0; rank < outputs.size(); ++rank) {
       testing::check_equal(label("gather", dtype, size), outputs[rank], expected[rank]);
     }
     std::vector<at::Tensor> pieces;
-    if (world.rank() == root) pieces = expected;
+    if (place.rank() == root) pieces = expected;
     const auto piece = at::empty_like(mine);
-    scatter(piece, pieces, root, world.group());
+    scatter(piece, pieces, root, place.group());
     testing::check_equal(label("scatter", dtype, size), piece, mine);
   }
 }
 
-inline void check_gathers_coalesced(const World& world, at::ScalarType dtype, at::Device device) {
-  const int ranks = world.world_size();
+inline void check_gathers_coalesced(const Place& place, at::ScalarType dtype, at::Device device) {
+  const int ranks = place.world_size();
   std::vector<at::Tensor> inputs;
   std::vector<at::Tensor> outputs;
   for (int i = 0; i < 3; ++i) {
-    inputs.push_back(values(world.rank(), 4 + i, dtype, device, i));
+    inputs.push_back(values(place.rank(), 4 + i, dtype, device, i));
     outputs.push_back(at::empty({ranks * (4 + i)}, inputs.back().options()));
   }
-  all_gather_into_tensor_coalesced(outputs, inputs, world.group());
+  all_gather_into_tensor_coalesced(outputs, inputs, place.group());
   for (int i = 0; i < 3; ++i) {
     std::vector<at::Tensor> expected;
     for (int rank = 0; rank < ranks; ++rank) expected.push_back(values(rank, 4 + i, dtype, device, i));
@@ -140,50 +153,50 @@ inline void check_gathers_coalesced(const World& world, at::ScalarType dtype, at
   }
 }
 
-inline void check_reduce_scatters(const World& world, at::ScalarType dtype, int64_t size, ReduceOp op, at::Device device) {
-  const int ranks = world.world_size();
+inline void check_reduce_scatters(const Place& place, at::ScalarType dtype, int64_t size, ReduceOp op, at::Device device) {
+  const int ranks = place.world_size();
   std::vector<at::Tensor> inputs;
-  for (int to = 0; to < ranks; ++to) inputs.push_back(values(world.rank(), size, dtype, device, to));
-  const auto expected = reduced(ranks, op, size, dtype, device, world.rank());
+  for (int to = 0; to < ranks; ++to) inputs.push_back(values(place.rank(), size, dtype, device, to));
+  const auto expected = reduced(ranks, op, size, dtype, device, place.rank());
 
   auto output = at::empty({size}, inputs[0].options());
-  reduce_scatter(output, inputs, world.group(), op);
+  reduce_scatter(output, inputs, place.group(), op);
   testing::check_equal(label("reduce_scatter", dtype, size, op), output, expected, tolerance(op, dtype));
 
   auto flat = at::empty({size}, inputs[0].options());
-  reduce_scatter_tensor(flat, at::cat(inputs), world.group(), op);
+  reduce_scatter_tensor(flat, at::cat(inputs), place.group(), op);
   testing::check_equal(label("reduce_scatter_tensor", dtype, size, op), flat, expected, tolerance(op, dtype));
 }
 
-inline void check_reduce_scatters_coalesced(const World& world, at::ScalarType dtype, ReduceOp op, at::Device device) {
-  const int ranks = world.world_size();
+inline void check_reduce_scatters_coalesced(const Place& place, at::ScalarType dtype, ReduceOp op, at::Device device) {
+  const int ranks = place.world_size();
   std::vector<at::Tensor> inputs;
   std::vector<at::Tensor> outputs;
   for (int i = 0; i < 2; ++i) {
     std::vector<at::Tensor> pieces;
-    for (int to = 0; to < ranks; ++to) pieces.push_back(values(world.rank(), 3 + i, dtype, device, to + i));
+    for (int to = 0; to < ranks; ++to) pieces.push_back(values(place.rank(), 3 + i, dtype, device, to + i));
     inputs.push_back(at::cat(pieces));
     outputs.push_back(at::empty({3 + i}, inputs.back().options()));
   }
-  reduce_scatter_tensor_coalesced(outputs, inputs, world.group(), op);
+  reduce_scatter_tensor_coalesced(outputs, inputs, place.group(), op);
   for (int i = 0; i < 2; ++i) {
     testing::check_equal(label("reduce_scatter_tensor_coalesced", dtype, 3 + i, op), outputs[i],
-                         reduced(ranks, op, 3 + i, dtype, device, world.rank() + i), tolerance(op, dtype));
+                         reduced(ranks, op, 3 + i, dtype, device, place.rank() + i), tolerance(op, dtype));
   }
 }
 
-inline void check_all_to_all(const World& world, at::ScalarType dtype, int64_t size, at::Device device) {
-  const int ranks = world.world_size();
+inline void check_all_to_all(const Place& place, at::ScalarType dtype, int64_t size, at::Device device) {
+  const int ranks = place.world_size();
   // What rank `from` sends to rank `to` carries both numbers; unequal pieces have from + to + 1 rows.
   const auto piece = [&](int from, int to, int64_t rows) { return values(from, rows, dtype, device, to); };
   std::vector<at::Tensor> sent;
   std::vector<at::Tensor> expected;
   for (int other = 0; other < ranks; ++other) {
-    sent.push_back(piece(world.rank(), other, size));
-    expected.push_back(piece(other, world.rank(), size));
+    sent.push_back(piece(place.rank(), other, size));
+    expected.push_back(piece(other, place.rank(), size));
   }
   const auto received = at::empty({ranks * size}, sent[0].options());
-  all_to_all_single(received, at::cat(sent), world.group());
+  all_to_all_single(received, at::cat(sent), place.group());
   testing::check_equal(label("all_to_all_single", dtype, size), received, at::cat(expected));
 
   std::vector<at::Tensor> uneven_sent;
@@ -191,41 +204,41 @@ inline void check_all_to_all(const World& world, at::ScalarType dtype, int64_t s
   std::vector<at::Tensor> outputs;
   std::vector<int64_t> rows;
   for (int other = 0; other < ranks; ++other) {
-    rows.push_back(world.rank() + other + 1);
-    uneven_sent.push_back(piece(world.rank(), other, rows.back()));
-    uneven_expected.push_back(piece(other, world.rank(), rows.back()));
+    rows.push_back(place.rank() + other + 1);
+    uneven_sent.push_back(piece(place.rank(), other, rows.back()));
+    uneven_expected.push_back(piece(other, place.rank(), rows.back()));
     outputs.push_back(at::empty({rows.back()}, sent[0].options()));
   }
   const auto uneven = at::empty({at::cat(uneven_expected).size(0)}, sent[0].options());
-  all_to_all_single(uneven, at::cat(uneven_sent), world.group(), rows, rows);
+  all_to_all_single(uneven, at::cat(uneven_sent), place.group(), rows, rows);
   testing::check_equal(label("all_to_all_single with splits", dtype, size), uneven, at::cat(uneven_expected));
-  all_to_all(outputs, uneven_sent, world.group());
+  all_to_all(outputs, uneven_sent, place.group());
   for (int other = 0; other < ranks; ++other) {
     testing::check_equal(label("all_to_all", dtype, rows[other]), outputs[other], uneven_expected[other]);
   }
 }
 
 /// Everything, on one device.
-inline void check_all(const World& world, at::Device device) {
+inline void check_all(const Place& place, at::Device device) {
   for (const auto dtype : kDtypes) {
     for (const auto size : kSizes) {
       for (const auto op : kOps) {
-        check_all_reduce(world, dtype, size, op, device);
+        check_all_reduce(place, dtype, size, op, device);
         // The large size says nothing new about another reduction.
         if (size > 1000 && op != ReduceOp::SUM) continue;
-        if (device.is_cpu() || op != ReduceOp::AVG) check_reduce(world, dtype, size, op, device);
-        check_reduce_scatters(world, dtype, size, op, device);
+        if (device.is_cpu() || op != ReduceOp::AVG) check_reduce(place, dtype, size, op, device);
+        check_reduce_scatters(place, dtype, size, op, device);
       }
-      check_broadcast(world, dtype, size, device);
-      check_gathers(world, dtype, size, device);
-      check_all_to_all(world, dtype, size, device);
+      check_broadcast(place, dtype, size, device);
+      check_gathers(place, dtype, size, device);
+      check_all_to_all(place, dtype, size, device);
     }
-    check_all_reduce_coalesced(world, dtype, ReduceOp::SUM, device);
-    check_all_reduce_coalesced(world, dtype, ReduceOp::AVG, device);
-    check_gathers_coalesced(world, dtype, device);
-    check_reduce_scatters_coalesced(world, dtype, ReduceOp::SUM, device);
+    check_all_reduce_coalesced(place, dtype, ReduceOp::SUM, device);
+    check_all_reduce_coalesced(place, dtype, ReduceOp::AVG, device);
+    check_gathers_coalesced(place, dtype, device);
+    check_reduce_scatters_coalesced(place, dtype, ReduceOp::SUM, device);
   }
-  barrier(world.group());
+  barrier(place.group());
 }
 
 }  // namespace lockstep::conformance

@@ -1,8 +1,10 @@
 #include "lockstep/comm/pending.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/ivalue.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "lockstep/base/observer.h"
@@ -10,7 +12,6 @@
 #include "lockstep/base/str.h"
 #include "lockstep/comm/failure.h"
 #include "lockstep/comm/interposer.h"
-#include "lockstep/comm/thread_backend.h"
 
 namespace lockstep {
 namespace {
@@ -18,9 +19,23 @@ namespace {
 // How long a rank waits before it asks whether others have given up, and between asking again.
 constexpr auto kPollInterval = std::chrono::milliseconds(200);
 
-/// Gloo's errors do not say which rank is missing; our own backends' do, and NCCL's wait only enqueues.
-bool needs_diagnosis(const c10d::Backend& backend) {
+/// What has to be made up for: gloo's errors do not say which rank is missing (our own backends' do, and NCCL's wait only
+/// enqueues), not every release of it averages, and it coalesces CPU tensors only.
+bool is_gloo(const c10d::Backend& backend) {
   return backend.getBackendName() == "gloo";
+}
+
+/// One call per tensor, in order; a call that takes one tensor by nature stays as it is.
+std::vector<Call> split_by_tensor(const Call& call) {
+  const bool is_in_place = call.kind == CallKind::kAllReduce;
+  const bool is_single = call.kind == CallKind::kAllGatherSingle || call.kind == CallKind::kReduceScatterSingle;
+  if (!is_in_place && !is_single) return {call};
+  std::vector<Call> parts(call.inputs.size(), call);
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    parts[i].inputs = {call.inputs[i]};
+    if (is_single) parts[i].outputs = {call.outputs[i]};
+  }
+  return parts;
 }
 
 bool is_average(const Call& call) {
@@ -84,7 +99,7 @@ Event event_of(const Call& call, const detail::GroupDescription& group, const ch
 struct Pending::State {
   const Call call;
   const GroupPtr group;
-  const c10::intrusive_ptr<c10d::Work> work;
+  const std::vector<c10::intrusive_ptr<c10d::Work>> works;
   const uint64_t sequence;
   const bool is_diagnosed;
   const int64_t divide_by;  // 0: results are complete as they come
@@ -96,22 +111,22 @@ struct Pending::State {
   detail::GroupState& group_state() const { return detail::state_of(group); }
   std::string operation() const { return str(call.describe(), " #", sequence); }
 
-  void wait_for_work();
+  void wait_for(c10d::Work& work);
 };
 
-void Pending::State::wait_for_work() {
+void Pending::State::wait_for(c10d::Work& work) {
   if (!is_diagnosed) {
-    work->wait();
+    work.wait();
     return;
   }
   auto& state = group_state();
   try {
     while (true) {
       try {
-        work->wait(kPollInterval);
+        work.wait(kPollInterval);
         return;
       } catch (const std::exception&) {
-        if (work->isCompleted()) break;
+        if (work.isCompleted()) break;
       }
       bool others_gave_up = false;
       try {
@@ -120,11 +135,11 @@ void Pending::State::wait_for_work() {
         detail::report_failure(state, operation(), detail::first_line(store_error));
       }
       // The one who gave up may be right: give this rank's own transport the last word if it just finished.
-      if (others_gave_up && !work->isCompleted()) {
+      if (others_gave_up && !work.isCompleted()) {
         detail::report_failure(state, operation(), "another rank gave up");
       }
     }
-    work->wait();
+    work.wait();
   } catch (const c10::DistBackendError& error) {
     if (std::string(error.what_without_backtrace()).starts_with("[lockstep")) throw;
     detail::report_failure(state, operation(), detail::first_line(error));
@@ -139,7 +154,7 @@ void Pending::wait() {
   const std::lock_guard lock(state.mutex);
   if (!state.is_finished) {
     try {
-      state.wait_for_work();
+      for (const auto& work : state.works) state.wait_for(*work);
       if (state.divide_by > 1) divide(results_of(state.call), state.divide_by);
     } catch (...) {
       state.error = std::current_exception();
@@ -153,7 +168,8 @@ void Pending::wait() {
 }
 
 bool Pending::is_completed() const {
-  return !state_ || state_->work->isCompleted();
+  return !state_ || std::all_of(state_->works.begin(), state_->works.end(),
+                                [](const auto& work) { return work->isCompleted(); });
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> Pending::future() {
@@ -162,16 +178,17 @@ c10::intrusive_ptr<c10::ivalue::Future> Pending::future() {
     done->markCompleted(c10::IValue(std::vector<at::Tensor>{}));
     return done;
   }
-  auto future = state_->work->getFuture();
-  if (state_->divide_by <= 1) return future;
-  return future->then(
-      [state = state_](c10::ivalue::Future& done) {
-        done.value();  // rethrows
+  if (state_->works.size() == 1 && state_->divide_by <= 1) return state_->works[0]->getFuture();
+  c10::List<c10::intrusive_ptr<c10::ivalue::Future>> parts(c10::FutureType::create(c10::ListType::ofTensors()));
+  for (const auto& work : state_->works) parts.push_back(work->getFuture());
+  return c10::collectAll(parts)->then(
+      [state = state_, parts](c10::ivalue::Future&) {
+        for (const c10::intrusive_ptr<c10::ivalue::Future>& part : parts) part->value();  // rethrows
         const std::lock_guard lock(state->mutex);
-        if (!state->is_finished) {
+        if (!state->is_finished && state->divide_by > 1) {
           divide(results_of(state->call), state->divide_by);
-          state->is_finished = true;
         }
+        state->is_finished = true;
         return c10::IValue(results_of(state->call));
       },
       c10::ListType::ofTensors());
@@ -197,28 +214,30 @@ Pending run_on_backend(const Call& call, const GroupPtr& group) {
   detail::check_usable(state);
   const auto sequence = state.next_sequence++;
   c10d::Backend& backend = backend_for(call, group, state);
-  // Not every release of gloo averages, and none of them integers.
-  const bool divides_here = is_average(call) && needs_diagnosis(backend);
   Call effective = call;
-  if (divides_here) effective.op = ReduceOp::SUM;
   if (effective.timeout == c10d::kUnsetTimeout) effective.timeout = state.description.timeout;
-  c10::intrusive_ptr<c10d::Work> work;
+  std::vector<Call> parts = {effective};
+  int64_t divide_by = 0;
+  if (is_gloo(backend)) {
+    if (is_average(call)) {
+      effective.op = ReduceOp::SUM;
+      const bool has_result = call.kind != CallKind::kReduce || state.description.rank == call.root;
+      if (has_result) divide_by = state.description.size;
+    }
+    parts = split_by_tensor(effective);
+  }
+  std::vector<c10::intrusive_ptr<c10d::Work>> works;
   try {
-    work = dispatch(backend, effective);
-  } catch (const PeerFailure&) {
-    throw;
+    for (const auto& part : parts) works.push_back(dispatch(backend, part));
   } catch (const c10::DistBackendError&) {
     throw;
   } catch (const std::exception& error) {
     TORCH_CHECK(false, "[lockstep/comm] ", state.who(), ": ", call.describe(), " on group '", state.description.name,
                 "': ", detail::first_line(error));
   }
-  // Backends keep the tensors alive through the work; the call kept here serves messages and the division.
-  return Pending(std::make_shared<Pending::State>(call, group, std::move(work), sequence, needs_diagnosis(backend),
-                                                  divides_here && (call.kind != CallKind::kReduce ||
-                                                                   state.description.rank == call.root)
-                                                      ? state.description.size
-                                                      : 0));
+  // Backends keep the tensors alive through the works; the call kept here serves messages and the division.
+  return Pending(
+      std::make_shared<Pending::State>(call, group, std::move(works), sequence, is_gloo(backend), divide_by));
 }
 
 Pending launch(Call call, const GroupPtr& group) {
