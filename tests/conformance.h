@@ -1,5 +1,5 @@
-// The conformance suite of collectives, written once and run per backend and harness. Each case computes what every rank must hold
-// from the rank numbers alone, so it needs no second implementation to compare with.
+// The conformance suite of collectives, written once and run per backend and harness. Each case computes what every
+// rank must hold from the rank numbers alone, so it needs no second implementation to compare with.
 #pragma once
 
 #include <string>
@@ -26,15 +26,18 @@ class Place {
 /// 0, 1, a prime, and one larger than any chunk a backend may use.
 inline const std::vector<int64_t> kSizes = {0, 1, 31, 262'147};
 inline const std::vector<at::ScalarType> kDtypes = {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kLong};
-inline const std::vector<ReduceOp> kOps = {ReduceOp::SUM, ReduceOp::AVG, ReduceOp::MIN, ReduceOp::MAX, ReduceOp::PRODUCT};
+inline const std::vector<ReduceOp> kOps = {ReduceOp::SUM, ReduceOp::AVG, ReduceOp::MIN, ReduceOp::MAX,
+                                           ReduceOp::PRODUCT};
 
-/// Rank r's data: small whole numbers that differ by rank and position, exact in every dtype also when reduced over 4 ranks.
+/// Rank r's data: small whole numbers that differ by rank and position, exact in every dtype also when reduced over 4
+/// ranks.
 inline at::Tensor values(int rank, int64_t size, at::ScalarType dtype, at::Device device, int shift = 0) {
   return (((at::arange(size, at::kLong) + shift) % 3) + 1 + rank).to(dtype).to(device);
 }
 
 /// What a reduction over all ranks of values(rank, …) must give.
-inline at::Tensor reduced(int world_size, ReduceOp op, int64_t size, at::ScalarType dtype, at::Device device, int shift = 0) {
+inline at::Tensor reduced(int world_size, ReduceOp op, int64_t size, at::ScalarType dtype, at::Device device,
+                          int shift = 0) {
   auto total = values(0, size, dtype, device, shift).to(at::kDouble);
   for (int rank = 1; rank < world_size; ++rank) {
     const auto next = values(rank, size, dtype, device, shift).to(at::kDouble);
@@ -111,7 +114,8 @@ inline void check_gathers(const Place& place, at::ScalarType dtype, int64_t size
   std::vector<at::Tensor> list;
   for (int rank = 0; rank < ranks; ++rank) list.push_back(at::empty_like(mine));
   all_gather(list, mine, place.group());
-  for (int rank = 0; rank < ranks; ++rank) testing::check_equal(label("all_gather", dtype, size), list[rank], expected[rank]);
+  for (int rank = 0; rank < ranks; ++rank)
+    testing::check_equal(label("all_gather", dtype, size), list[rank], expected[rank]);
 
   const auto flat = at::empty({ranks * size}, mine.options());
   all_gather_into_tensor(flat, mine, place.group());
@@ -153,7 +157,8 @@ inline void check_gathers_coalesced(const Place& place, at::ScalarType dtype, at
   }
 }
 
-inline void check_reduce_scatters(const Place& place, at::ScalarType dtype, int64_t size, ReduceOp op, at::Device device) {
+inline void check_reduce_scatters(const Place& place, at::ScalarType dtype, int64_t size, ReduceOp op,
+                                  at::Device device) {
   const int ranks = place.world_size();
   std::vector<at::Tensor> inputs;
   for (int to = 0; to < ranks; ++to) inputs.push_back(values(place.rank(), size, dtype, device, to));

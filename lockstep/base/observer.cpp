@@ -12,8 +12,8 @@ std::atomic<int> observer_count = 0;
 }
 
 struct ObserverScope::PerRank {
-  // Recursive: an observer may itself do something that is announced. Held while observers run, so that a scope that ends
-  // on one thread never frees an observer another thread of the rank is calling.
+  // Recursive: an observer may itself do something that is announced. Held while observers run, so that a scope that
+  // ends on one thread never frees an observer another thread of the rank is calling.
   std::recursive_mutex mutex;
   std::vector<Observer*> observers;
   std::uint64_t next_order = 0;

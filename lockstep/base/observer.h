@@ -12,14 +12,14 @@
 namespace lockstep {
 
 struct Event {
-  std::string kind = "";         // "all_reduce", "all_gather", …; features above comm add theirs ("unshard", "reshard", …)
-  std::string unit = "";         // parameter group, module or bucket concerned; empty if none
-  std::string state = "";        // "launch", "wait", "done", or a feature's own word
-  std::size_t bytes = 0;    // what this rank contributes
-  std::string dtype = "";        // as torch prints it; empty if none
-  int group_size = 0;       // 0 if no group is concerned
-  std::string group = "";        // name of the group; empty if none
-  std::uint64_t order = 0;  // position among this rank's events; set by announce()
+  std::string kind = "";  // "all_reduce", "all_gather", …; features above comm add theirs ("unshard", "reshard", …)
+  std::string unit = "";  // parameter group, module or bucket concerned; empty if none
+  std::string state = "";                           // "launch", "wait", "done", or a feature's own word
+  std::size_t bytes = 0;                            // what this rank contributes
+  std::string dtype = "";                           // as torch prints it; empty if none
+  int group_size = 0;                               // 0 if no group is concerned
+  std::string group = "";                           // name of the group; empty if none
+  std::uint64_t order = 0;                          // position among this rank's events; set by announce()
   std::chrono::steady_clock::time_point when = {};  // set by announce()
 };
 

@@ -1,5 +1,6 @@
-// State that belongs to one rank. A rank is a process as a rule; under threads-as-ranks it is a thread, and every layer that
-// keeps a "current" something (default group, mesh scope, observers) must keep one per rank. Each type T has one instance per rank.
+// State that belongs to one rank. A rank is a process as a rule; under threads-as-ranks it is a thread, and every layer
+// that keeps a "current" something (default group, mesh scope, observers) must keep one per rank. Each type T has one
+// instance per rank.
 //
 // Thread-safe. The instance of a process that is one rank lives until the process ends.
 #pragma once

@@ -93,7 +93,8 @@ std::string stack_of(pthread_t thread, std::chrono::milliseconds patience) {
   std::string raw;
   const auto deadline = std::chrono::steady_clock::now() + patience;
   while (raw.find(kEnd) == std::string::npos) {
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
+    const auto left =
+        std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
     pollfd request = {.fd = reader.get(), .events = POLLIN, .revents = 0};
     if (left.count() <= 0 || ::poll(&request, 1, static_cast<int>(left.count())) <= 0) {
       // It may still answer later: the descriptor must stay what it is.

@@ -1,5 +1,5 @@
-// Where threads are, for hang reports. A thread is asked by signal and writes its own stack to a descriptor; nothing is allocated in
-// the handler, so a thread that hangs inside malloc still answers.
+// Where threads are, for hang reports. A thread is asked by signal and writes its own stack to a descriptor; nothing is
+// allocated in the handler, so a thread that hangs inside malloc still answers.
 #pragma once
 
 #include <pthread.h>
@@ -16,8 +16,8 @@ void enable_stack_dumps();
 /// REQUIRES: enable_stack_dumps() was called and `thread` has not been joined.
 std::string stack_of(pthread_t thread, std::chrono::milliseconds patience = std::chrono::seconds(2));
 
-/// From now on SIGTERM makes the calling thread write `write_more(fd)` and its stack (raw frames, see readable_frames) to `fd`,
-/// and ends the process with 128 + SIGTERM. `write_more` runs in a signal handler.
+/// From now on SIGTERM makes the calling thread write `write_more(fd)` and its stack (raw frames, see readable_frames)
+/// to `fd`, and ends the process with 128 + SIGTERM. `write_more` runs in a signal handler.
 void explain_termination(int fd, void (*write_more)(int fd));
 
 /// Makes raw frames readable: demangles names, drops the frames of the handler itself.

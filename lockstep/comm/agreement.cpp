@@ -44,7 +44,8 @@ std::string shorten(const std::string& value) {
 std::string by_rank(const std::vector<std::string>& values, const std::vector<int>& names) {
   std::vector<std::pair<std::string, std::vector<int>>> holders;
   for (std::size_t i = 0; i < values.size(); ++i) {
-    auto found = std::find_if(holders.begin(), holders.end(), [&](const auto& item) { return item.first == values[i]; });
+    auto found =
+        std::find_if(holders.begin(), holders.end(), [&](const auto& item) { return item.first == values[i]; });
     if (found == holders.end()) found = holders.insert(holders.end(), {values[i], {}});
     found->second.push_back(names[i]);
   }
@@ -76,7 +77,8 @@ void check_same_on_all_ranks(const std::string& what, const Facts& facts, const 
     if (!has_one_name) {
       for (std::size_t rank = 0; rank < all.size(); ++rank) values[rank] = all[rank][i].first + " = " + values[rank];
     }
-    const bool differs = std::any_of(values.begin(), values.end(), [&](const auto& value) { return value != values[0]; });
+    const bool differs =
+        std::any_of(values.begin(), values.end(), [&](const auto& value) { return value != values[0]; });
     // shorten() may hide a difference far inside a long value; it is a difference all the same.
     const bool differs_inside =
         std::any_of(all.begin(), all.end(), [&](const auto& each) { return each[i] != all[0][i]; });

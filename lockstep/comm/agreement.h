@@ -1,4 +1,5 @@
-// What ranks must agree on is compared once, before anything depends on it, and a disagreement reads the same on every rank.
+// What ranks must agree on is compared once, before anything depends on it, and a disagreement reads the same on every
+// rank.
 #pragma once
 
 #include <string>
@@ -12,8 +13,8 @@ namespace lockstep {
 /// Named values as text, in the order they are compared: {{"parameter 'fc.weight'", "Float[3, 4]"}, …}.
 using Facts = std::vector<std::pair<std::string, std::string>>;
 
-/// Throws the same c10::Error on every rank of `group` unless all ranks pass the same facts: it says which fact differs and what
-/// each rank has. Collective and blocking; the group stays usable.
+/// Throws the same c10::Error on every rank of `group` unless all ranks pass the same facts: it says which fact differs
+/// and what each rank has. Collective and blocking; the group stays usable.
 void check_same_on_all_ranks(const std::string& what, const Facts& facts, const GroupPtr& group);
 void check_same_on_all_ranks(const std::string& what, const std::string& value, const GroupPtr& group);
 

@@ -50,8 +50,8 @@ Entry find_entry(const std::string& name) {
 }  // namespace
 
 void register_backend(const std::string& name, std::vector<c10::DeviceType> devices, BackendFactory factory) {
-  TORCH_CHECK(!name.empty() && name.find_first_of(":,") == std::string::npos,
-              "[lockstep/comm] '", name, "' is no backend name: ':' and ',' have a meaning in backend strings");
+  TORCH_CHECK(!name.empty() && name.find_first_of(":,") == std::string::npos, "[lockstep/comm] '", name,
+              "' is no backend name: ':' and ',' have a meaning in backend strings");
   TORCH_CHECK(!devices.empty(), "[lockstep/comm] backend '", name, "' serves no device");
   auto& all = registry();
   const std::lock_guard lock(all.mutex);

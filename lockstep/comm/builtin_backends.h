@@ -1,4 +1,5 @@
-// The factories behind the built-in names. NCCL's is in a file CMake chooses: where it is missing, the name is not registered.
+// The factories behind the built-in names. NCCL's is in a file CMake chooses: where it is missing, the name is not
+// registered.
 #pragma once
 
 #include <optional>

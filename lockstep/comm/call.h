@@ -1,6 +1,6 @@
-// One collective call, as a value: what is asked, with which tensors. Every call the library makes passes through launch()
-// (pending.h) as a Call, so it can be observed, delayed, replaced or failed in one place; and every backend of ours receives
-// its calls in this form (call_backend.h).
+// One collective call, as a value: what is asked, with which tensors. Every call the library makes passes through
+// launch() (pending.h) as a Call, so it can be observed, delayed, replaced or failed in one place; and every backend of
+// ours receives its calls in this form (call_backend.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>

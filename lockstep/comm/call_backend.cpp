@@ -38,8 +38,8 @@ void check_multiple(const Call& call, const at::Tensor& larger, const at::Tensor
 CallBackend::WorkPtr CallBackend::check_and_submit(Call call) {
   if (call.timeout == c10d::kUnsetTimeout) call.timeout = options_->timeout;
   TORCH_CHECK(call.op != ReduceOp::PREMUL_SUM, "backend ", name_, " does not support premul_sum");
-  TORCH_CHECK(call.root >= 0 && call.root < size_, name_of(call.kind), ": root ", call.root, " is no rank of a group of ",
-              size_);
+  TORCH_CHECK(call.root >= 0 && call.root < size_, name_of(call.kind), ": root ", call.root,
+              " is no rank of a group of ", size_);
   const auto size = static_cast<std::size_t>(size_);
   switch (call.kind) {
     case CallKind::kAllGather:

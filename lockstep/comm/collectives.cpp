@@ -63,8 +63,8 @@ Pending checked_launch(Call call, const GroupPtr& group) {
       }
       break;
     case CallKind::kAllToAllSingle:
-      for (const auto& [tensor, splits] : {std::pair{&call.inputs[0], &call.input_splits},
-                                           std::pair{&call.outputs[0], &call.output_splits}}) {
+      for (const auto& [tensor, splits] :
+           {std::pair{&call.inputs[0], &call.input_splits}, std::pair{&call.outputs[0], &call.output_splits}}) {
         const auto rows = tensor->dim() == 0 ? 1 : tensor->size(0);
         if (splits->empty()) {
           check(rows % state.size == 0, group, call.kind,
@@ -161,7 +161,8 @@ void reduce_scatter(const at::Tensor& output, const std::vector<at::Tensor>& inp
 
 Pending launch_reduce_scatter_tensor(const at::Tensor& output, const at::Tensor& input, const GroupPtr& group,
                                      ReduceOp op) {
-  return checked_launch({.kind = CallKind::kReduceScatterSingle, .inputs = {input}, .outputs = {output}, .op = op}, group);
+  return checked_launch({.kind = CallKind::kReduceScatterSingle, .inputs = {input}, .outputs = {output}, .op = op},
+                        group);
 }
 
 void reduce_scatter_tensor(const at::Tensor& output, const at::Tensor& input, const GroupPtr& group, ReduceOp op) {

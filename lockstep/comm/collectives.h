@@ -1,8 +1,9 @@
 // Collectives on tensors, under Python's names. Each comes twice: `all_reduce` blocks until the result may be read,
 // `launch_all_reduce` returns a Pending to wait for.
 //
-// All are collective over `group`: every rank makes the same calls in the same order. A group of one rank costs a copy at most.
-// Tensors must be dense; outputs must be contiguous where the backend demands it (gloo and NCCL do, threads do not).
+// All are collective over `group`: every rank makes the same calls in the same order. A group of one rank costs a copy
+// at most. Tensors must be dense; outputs must be contiguous where the backend demands it (gloo and NCCL do, threads do
+// not).
 #pragma once
 
 #include <vector>

@@ -56,17 +56,17 @@ void report_failure(GroupState& state, const std::string& operation, const std::
       group.store->set(kAnyFailure, std::vector<uint8_t>{1});
       std::vector<int> missing;
       for (const int rank : unsigned_ranks(*group.store, group)) missing.push_back(group.global_ranks[rank]);
-      verdict = missing.empty() ? "every rank is alive, but gave up as well"
-                                : str("rank ", join(missing, ", "), missing.size() == 1 ? " is" : " are",
-                                      " gone, hung or late");
+      verdict = missing.empty()
+                    ? "every rank is alive, but gave up as well"
+                    : str("rank ", join(missing, ", "), missing.size() == 1 ? " is" : " are", " gone, hung or late");
     } else {
       verdict = "the group has no store to ask who is missing";
     }
   } catch (const std::exception&) {
     verdict = "the store is gone, and with it the rank that served it (rank 0 under lockstep-run)";
   }
-  const auto text = str("[lockstep/comm] ", state.who(), ": ", operation, " on group '", group.name, "' failed: ", verdict,
-                        ". Look there for an earlier error. Cause seen here: ", cause);
+  const auto text = str("[lockstep/comm] ", state.who(), ": ", operation, " on group '", group.name,
+                        "' failed: ", verdict, ". Look there for an earlier error. Cause seen here: ", cause);
   {
     const std::lock_guard lock(state.mutex);
     if (state.failure.empty()) state.failure = text;

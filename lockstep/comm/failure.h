@@ -1,6 +1,6 @@
-// Finding out who is missing. A transport that loses a peer says at best that a connection broke. When a collective fails, every
-// survivor signs the group's failure page in the store, so that ranks still waiting stop too, and after a short grace all of them
-// name the same ranks: those that did not sign. Internal to comm.
+// Finding out who is missing. A transport that loses a peer says at best that a connection broke. When a collective
+// fails, every survivor signs the group's failure page in the store, so that ranks still waiting stop too, and after a
+// short grace all of them name the same ranks: those that did not sign. Internal to comm.
 #pragma once
 
 #include <exception>
@@ -10,11 +10,12 @@
 
 namespace lockstep::detail {
 
-/// True if some rank of the group has given up. Costs one round trip to the store; asked only by ranks that wait for long.
+/// True if some rank of the group has given up. Costs one round trip to the store; asked only by ranks that wait for
+/// long.
 bool has_failure(GroupState& state);
 
-/// Signs the failure page and throws c10::DistBackendError that names `operation`, the ranks that did not sign, and the cause.
-/// The group refuses further calls. Blocks up to the grace period.
+/// Signs the failure page and throws c10::DistBackendError that names `operation`, the ranks that did not sign, and the
+/// cause. The group refuses further calls. Blocks up to the grace period.
 [[noreturn]] void report_failure(GroupState& state, const std::string& operation, const std::string& cause);
 
 /// Throws if the group failed earlier.

@@ -1,8 +1,8 @@
-// A group with no other ranks in it: fixed rank and size, calls are recorded and finish at once. For construction-only tests,
-// pretend worlds of any size, and faults: the n-th call can be delayed or made to fail.
+// A group with no other ranks in it: fixed rank and size, calls are recorded and finish at once. For construction-only
+// tests, pretend worlds of any size, and faults: the n-th call can be delayed or made to fail.
 //
-// Data: reductions and broadcasts leave the tensor as it is; gathers fill every slot with this rank's piece; scatters take this
-// rank's own piece.
+// Data: reductions and broadcasts leave the tensor as it is; gathers fill every slot with this rank's piece; scatters
+// take this rank's own piece.
 #pragma once
 
 #include <map>

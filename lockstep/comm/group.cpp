@@ -56,10 +56,11 @@ GroupState& foreign_state(const GroupPtr& group) {
       .global_ranks = first_ranks(group->getSize()),
       .timeout = kProcessGroupDefaultTimeout,
   });
-  auto& entry = all.entries
-                    .insert_or_assign(group.get(), ForeignStates::Entry{c10::weak_intrusive_ptr<c10d::ProcessGroup>(group),
-                                                                        std::move(state)})
-                    .first->second;
+  auto& entry =
+      all.entries
+          .insert_or_assign(group.get(),
+                            ForeignStates::Entry{c10::weak_intrusive_ptr<c10d::ProcessGroup>(group), std::move(state)})
+          .first->second;
   return *entry.state;
 }
 
@@ -154,15 +155,15 @@ GroupPtr connect_group(GroupDescription description) {
     }
     // A lone rank talks to nobody, whatever the backend: no sockets, no communicator.
     const std::string& effective = description.size == 1 ? "threads" : name;
-    backends.emplace_back(device, make_backend(effective, {
-                                                              .store = c10::make_intrusive<c10d::PrefixStore>(
-                                                                  name, description.store),
-                                                              .rank = description.rank,
-                                                              .size = description.size,
-                                                              .group_name = description.name,
-                                                              .timeout = description.timeout,
-                                                              .address = description.address,
-                                                          }));
+    backends.emplace_back(
+        device, make_backend(effective, {
+                                            .store = c10::make_intrusive<c10d::PrefixStore>(name, description.store),
+                                            .rank = description.rank,
+                                            .size = description.size,
+                                            .group_name = description.name,
+                                            .timeout = description.timeout,
+                                            .address = description.address,
+                                        }));
   }
   return wrap_backends(backends, std::move(description));
 }

@@ -1,5 +1,6 @@
-// Process groups: how they are made from ranks, hosts and backends. A group is a c10d::ProcessGroup, so anything written for
-// libtorch takes it; groups made here also know their name, their ranks in the world and how to report a failure.
+// Process groups: how they are made from ranks, hosts and backends. A group is a c10d::ProcessGroup, so anything
+// written for libtorch takes it; groups made here also know their name, their ranks in the world and how to report a
+// failure.
 #pragma once
 
 #include <chrono>
@@ -13,14 +14,14 @@ namespace lockstep {
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 struct GroupOptions {
-  std::string backend = "";                     // empty: the parent's
-  std::chrono::milliseconds timeout{0};         // zero: the parent's
-  std::string name = "";                        // empty: chosen; must be the same on all ranks
+  std::string backend = "";              // empty: the parent's
+  std::chrono::milliseconds timeout{0};  // zero: the parent's
+  std::string name = "";                 // empty: chosen; must be the same on all ranks
 };
 
-/// Makes a group of some ranks of `parent`. Collective: every rank of `parent` calls it, in the same order, with the same ranks.
-/// `ranks` are ranks of `parent`, and rank i of the new group is ranks[i]. Returns null on ranks that are not in it.
-/// Refuses an empty list, repeated ranks and ranks outside `parent`.
+/// Makes a group of some ranks of `parent`. Collective: every rank of `parent` calls it, in the same order, with the
+/// same ranks. `ranks` are ranks of `parent`, and rank i of the new group is ranks[i]. Returns null on ranks that are
+/// not in it. Refuses an empty list, repeated ranks and ranks outside `parent`.
 GroupPtr new_group(const GroupPtr& parent, const std::vector<int>& ranks, const GroupOptions& options = {});
 
 /// Divides `parent` into groups and returns the one this rank is in, null if in none. Collective over `parent`;
@@ -31,7 +32,8 @@ GroupPtr new_subgroups(const GroupPtr& parent, const std::vector<std::vector<int
 /// The group of the ranks on this host. Collective over `parent`. Hosts are told apart by host_id().
 GroupPtr new_host_group(const GroupPtr& parent, const GroupOptions& options = {});
 
-/// For every rank of `group`, in rank order, the number of its host; hosts are numbered by their first rank. Collective.
+/// For every rank of `group`, in rank order, the number of its host; hosts are numbered by their first rank.
+/// Collective.
 std::vector<int> host_numbers(const GroupPtr& group);
 
 /// Identifies this machine to others: boot and network namespace, or LOCKSTEP_HOST_ID if set.

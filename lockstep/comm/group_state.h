@@ -1,5 +1,5 @@
-// What Lockstep keeps for each group beside c10d's own: names, ranks, sequence numbers, and the store through which survivors of a
-// failure find out who is missing. Internal to comm.
+// What Lockstep keeps for each group beside c10d's own: names, ranks, sequence numbers, and the store through which
+// survivors of a failure find out who is missing. Internal to comm.
 #pragma once
 
 #include <atomic>
@@ -33,7 +33,7 @@ struct GroupState {
   // Fixed after construction.
   const GroupDescription description;
 
-  std::atomic<uint64_t> next_sequence = 0;   // of collectives launched by this rank
+  std::atomic<uint64_t> next_sequence = 0;  // of collectives launched by this rank
   std::atomic<uint64_t> next_barrier = 0;
   std::atomic<uint64_t> next_subgroup = 0;
 
@@ -46,16 +46,18 @@ struct GroupState {
 GroupState& state_of(const GroupPtr& group);
 
 /// A group whose tensors on each device are served by the given backend. Local.
-GroupPtr wrap_backends(const std::vector<std::pair<c10::DeviceType, BackendPtr>>& backends, GroupDescription description);
+GroupPtr wrap_backends(const std::vector<std::pair<c10::DeviceType, BackendPtr>>& backends,
+                       GroupDescription description);
 
-/// Makes the backends named by description.backend_spec and wraps them. Collective over the group's ranks; ranks that do not
-/// come within the timeout are named.
+/// Makes the backends named by description.backend_spec and wraps them. Collective over the group's ranks; ranks that
+/// do not come within the timeout are named.
 GroupPtr connect_group(GroupDescription description);
 
 /// 0, 1, …, size-1.
 std::vector<int> first_ranks(int size);
 
-/// Waits until every rank has set its key under `prefix`, having set its own. Throws c10::DistBackendError naming absent ranks.
+/// Waits until every rank has set its key under `prefix`, having set its own. Throws c10::DistBackendError naming
+/// absent ranks.
 void check_in(c10d::Store& store, const std::string& prefix, const std::string& what, const GroupDescription& group);
 
 }  // namespace lockstep::detail

@@ -1,5 +1,5 @@
-// Stands between the library and its groups: sees every collective of the current rank before it runs and may delay it, change
-// it, run something else or throw. Tests use it to break things on purpose; the library itself never does.
+// Stands between the library and its groups: sees every collective of the current rank before it runs and may delay it,
+// change it, run something else or throw. Tests use it to break things on purpose; the library itself never does.
 #pragma once
 
 #include <functional>

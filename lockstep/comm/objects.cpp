@@ -62,7 +62,8 @@ std::string broadcast_object(const std::string& bytes, int root, const GroupPtr&
   broadcast(length, root, group);
   const auto size = length.cpu().item<int64_t>();
   if (size == 0) return "";
-  auto tensor = is_root ? to_tensor(bytes, size, device) : at::empty({size}, at::TensorOptions(at::kByte).device(device));
+  auto tensor =
+      is_root ? to_tensor(bytes, size, device) : at::empty({size}, at::TensorOptions(at::kByte).device(device));
   broadcast(tensor, root, group);
   return to_bytes(tensor, size);
 }

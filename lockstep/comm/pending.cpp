@@ -19,8 +19,8 @@ namespace {
 // How long a rank waits before it asks whether others have given up, and between asking again.
 constexpr auto kPollInterval = std::chrono::milliseconds(200);
 
-/// What has to be made up for: gloo's errors do not say which rank is missing (our own backends' do, and NCCL's wait only
-/// enqueues), not every release of it averages, and it coalesces CPU tensors only.
+/// What has to be made up for: gloo's errors do not say which rank is missing (our own backends' do, and NCCL's wait
+/// only enqueues), not every release of it averages, and it coalesces CPU tensors only.
 bool is_gloo(const c10d::Backend& backend) {
   return backend.getBackendName() == "gloo";
 }
@@ -76,8 +76,8 @@ at::DeviceType device_of(const Call& call, const c10d::ProcessGroup& group) {
 c10d::Backend& backend_for(const Call& call, const GroupPtr& group, const detail::GroupState& state) {
   if (call.kind == CallKind::kBarrier) return *group->getDefaultBackend();
   const auto device = device_of(call, *group);
-  TORCH_CHECK(serves_device(group, device), "[lockstep/comm] ", state.who(), ": ", call.describe(),
-              " on group '", state.description.name, "': the group has no backend for ", c10::DeviceTypeName(device, true),
+  TORCH_CHECK(serves_device(group, device), "[lockstep/comm] ", state.who(), ": ", call.describe(), " on group '",
+              state.description.name, "': the group has no backend for ", c10::DeviceTypeName(device, true),
               " tensors");
   return *group->getBackend(device);
 }
@@ -168,8 +168,8 @@ void Pending::wait() {
 }
 
 bool Pending::is_completed() const {
-  return !state_ || std::all_of(state_->works.begin(), state_->works.end(),
-                                [](const auto& work) { return work->isCompleted(); });
+  return !state_ ||
+         std::all_of(state_->works.begin(), state_->works.end(), [](const auto& work) { return work->isCompleted(); });
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> Pending::future() {

@@ -1,4 +1,5 @@
-// A collective that was launched and may still run. Every collective the library makes comes into being through launch().
+// A collective that was launched and may still run. Every collective the library makes comes into being through
+// launch().
 #pragma once
 
 #include <functional>
@@ -9,15 +10,16 @@
 
 namespace lockstep {
 
-/// Result of a launch. Copies share the same collective. Dropping it neither waits nor cancels; the tensors stay alive until the
-/// backend is done with them.
+/// Result of a launch. Copies share the same collective. Dropping it neither waits nor cancels; the tensors stay alive
+/// until the backend is done with them.
 class Pending {
  public:
   /// One that has finished.
   Pending() = default;
 
-  /// Blocks until the outputs may be read (for CUDA: until the current stream may read them). Throws c10::DistBackendError that
-  /// names the operation and the ranks that did not take part. May be called again; a failure is thrown each time.
+  /// Blocks until the outputs may be read (for CUDA: until the current stream may read them). Throws
+  /// c10::DistBackendError that names the operation and the ranks that did not take part. May be called again; a
+  /// failure is thrown each time.
   void wait();
 
   /// True if wait() would not block.
@@ -35,8 +37,8 @@ class Pending {
   std::shared_ptr<State> state_;
 };
 
-/// Starts `call` on the backend of its tensors' device. A group of one rank copies what has to be copied and is finished.
-/// Throws at once if the call is malformed or the group failed earlier.
+/// Starts `call` on the backend of its tensors' device. A group of one rank copies what has to be copied and is
+/// finished. Throws at once if the call is malformed or the group failed earlier.
 [[nodiscard]] Pending launch(Call call, const GroupPtr& group);
 
 }  // namespace lockstep

@@ -67,7 +67,8 @@ RankEnvironment from_torch_variables(const Environment& environment) {
   // One alone is enough only where it can say nothing else.
   const auto local_rank = family.read("LOCAL_RANK");
   const auto local_world_size = family.read("LOCAL_WORLD_SIZE");
-  if (local_world_size && !local_rank && *local_world_size > 1) refuse("LOCAL_WORLD_SIZE is set, but LOCAL_RANK is not");
+  if (local_world_size && !local_rank && *local_world_size > 1)
+    refuse("LOCAL_WORLD_SIZE is set, but LOCAL_RANK is not");
   result.local_rank = local_rank.value_or(0);
   result.local_world_size = local_world_size.value_or(local_rank ? std::max(1, result.world_size) : 1);
   check_below("LOCAL_RANK", result.local_rank, "LOCAL_WORLD_SIZE", result.local_world_size);
@@ -106,7 +107,8 @@ void choose_meeting_point(const Environment& environment, const std::string& job
     refuse("the ranks are on several hosts, but MASTER_ADDR is not set");
   }
   result.master_port = family.get("MASTER_PORT", port_from(job_identity));
-  if (result.master_port < 1 || result.master_port > 65535) refuse(str("MASTER_PORT=", result.master_port, " is not a port"));
+  if (result.master_port < 1 || result.master_port > 65535)
+    refuse(str("MASTER_PORT=", result.master_port, " is not a port"));
 }
 
 RankEnvironment from_open_mpi(const Environment& environment) {
@@ -134,7 +136,8 @@ RankEnvironment from_slurm(const Environment& environment) {
   result.world_size = family.require(size_name, "SLURM_PROCID");
   result.local_rank = family.require("SLURM_LOCALID", "SLURM_PROCID");
   check_below("SLURM_PROCID", result.rank, size_name, result.world_size);
-  const char* tasks_name = family.has("SLURM_STEP_TASKS_PER_NODE") ? "SLURM_STEP_TASKS_PER_NODE" : "SLURM_TASKS_PER_NODE";
+  const char* tasks_name =
+      family.has("SLURM_STEP_TASKS_PER_NODE") ? "SLURM_STEP_TASKS_PER_NODE" : "SLURM_TASKS_PER_NODE";
   const auto tasks = environment(tasks_name);
   if (!tasks) refuse(str("SLURM_PROCID is set, but ", tasks_name, " is not"));
   try {

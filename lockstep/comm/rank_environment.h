@@ -1,7 +1,9 @@
-// Who am I? Reads the variables that launchers set and says which rank this process is. Pure: no I/O beyond the Environment given.
+// Who am I? Reads the variables that launchers set and says which rank this process is. Pure: no I/O beyond the
+// Environment given.
 //
-// Families, first match wins: torchrun's and lockstep-run's variables (RANK, …), Open MPI's (OMPI_COMM_WORLD_RANK, …), Slurm's
-// (SLURM_PROCID inside a step); none of them means alone. torchrun inside srun or mpirun is common, so families do not mix.
+// Families, first match wins: torchrun's and lockstep-run's variables (RANK, …), Open MPI's (OMPI_COMM_WORLD_RANK, …),
+// Slurm's (SLURM_PROCID inside a step); none of them means alone. torchrun inside srun or mpirun is common, so families
+// do not mix.
 #pragma once
 
 #include <string>

@@ -38,7 +38,8 @@ StorePtr tcp_store(const std::string& host, int port, bool is_server, int rank, 
                      ": cannot serve the store at port ", port, ": ", cause,
                      ". Is another job using the port? Choose one with MASTER_PORT or lockstep-run --master.");
     TORCH_CHECK_WITH(DistBackendError, false, "[lockstep/comm] rank ", rank, " of ", size, ": no store at ", host, ":",
-                     port, " within ", timeout.count(), " ms: ", cause, ". Is rank 0 running, and reachable by that name?");
+                     port, " within ", timeout.count(), " ms: ", cause,
+                     ". Is rank 0 running, and reachable by that name?");
   }
 }
 
@@ -120,7 +121,8 @@ std::string address_towards(const std::string& peer) {
     socklen_t length = sizeof(mine);
     char text[INET6_ADDRSTRLEN] = "";
     if (::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&mine), &length) != 0) continue;
-    if (::getnameinfo(reinterpret_cast<sockaddr*>(&mine), length, text, sizeof(text), nullptr, 0, NI_NUMERICHOST) == 0) {
+    if (::getnameinfo(reinterpret_cast<sockaddr*>(&mine), length, text, sizeof(text), nullptr, 0, NI_NUMERICHOST) ==
+        0) {
       return text;
     }
   }

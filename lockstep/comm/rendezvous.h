@@ -12,9 +12,9 @@ namespace lockstep {
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-/// The store behind `init_method`: "env://" (what the launcher said), "tcp://host:port", "file:///path" or "hash://name" (ranks
-/// that are threads of one process). Rank 0 serves a TCP store, unless the launcher does. Throws c10::DistBackendError if it does
-/// not come about within `timeout`, c10::Error if the method is malformed.
+/// The store behind `init_method`: "env://" (what the launcher said), "tcp://host:port", "file:///path" or
+/// "hash://name" (ranks that are threads of one process). Rank 0 serves a TCP store, unless the launcher does. Throws
+/// c10::DistBackendError if it does not come about within `timeout`, c10::Error if the method is malformed.
 StorePtr rendezvous(const std::string& init_method, const RankEnvironment& self, std::chrono::milliseconds timeout);
 
 /// The address of this host that packets to `peer` leave from; "127.0.0.1" if that cannot be found out.

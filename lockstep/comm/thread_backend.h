@@ -1,8 +1,8 @@
 // Collectives among ranks that are threads of one process; also what a world of one rank runs on.
 //
-// The ranks of a group share a ThreadHub. A call takes a seat at the meeting with its sequence number and returns at once; the last
-// rank to arrive computes the whole operation, in rank order, so every run gives the same bits. Nobody computes while another waits
-// for a lock, and a wait names the ranks that are missing.
+// The ranks of a group share a ThreadHub. A call takes a seat at the meeting with its sequence number and returns at
+// once; the last rank to arrive computes the whole operation, in rank order, so every run gives the same bits. Nobody
+// computes while another waits for a lock, and a wait names the ranks that are missing.
 #pragma once
 
 #include <functional>

@@ -66,9 +66,9 @@ void make_late(Seat& seat, int rank) {
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   Call& call = seat.call;
-  const bool reads_inputs_back =
-      call.kind == CallKind::kAllReduce || (call.kind == CallKind::kReduce && rank == call.root) ||
-      (call.kind == CallKind::kBroadcast && rank != call.root);
+  const bool reads_inputs_back = call.kind == CallKind::kAllReduce ||
+                                 (call.kind == CallKind::kReduce && rank == call.root) ||
+                                 (call.kind == CallKind::kBroadcast && rank != call.root);
   for (auto& input : call.inputs) {
     const at::Tensor real = input;
     input = real.detach().clone();
@@ -265,8 +265,8 @@ std::string ThreadHub::describe_pending() const {
   for (const auto& [sequence, meeting] : open_meetings_) {
     for (const auto& seat : meeting->seats) {
       if (!seat) continue;
-      text += str("group '", group_name_, "', collective #", sequence, ", ", seat->call.describe(), ": waiting for rank ",
-                  join(missing_ranks(*meeting), ", "), "\n");
+      text += str("group '", group_name_, "', collective #", sequence, ", ", seat->call.describe(),
+                  ": waiting for rank ", join(missing_ranks(*meeting), ", "), "\n");
       break;
     }
   }

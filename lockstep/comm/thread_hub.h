@@ -1,7 +1,7 @@
 // The meeting place behind ThreadBackend. Internal to comm; see thread_backend.h for the idea.
 //
-// Locking: one mutex per hub guards all meetings. The operation itself runs outside it, on the thread of the last rank to arrive,
-// while every other rank of the meeting can only wait, so tensors are never touched by two threads.
+// Locking: one mutex per hub guards all meetings. The operation itself runs outside it, on the thread of the last rank
+// to arrive, while every other rank of the meeting can only wait, so tensors are never touched by two threads.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -46,9 +46,11 @@ class ThreadHub : public std::enable_shared_from_this<ThreadHub> {
   /// Returns the hub of `key`, made by whichever rank comes first. Called once per rank.
   static std::shared_ptr<ThreadHub> attach(const std::string& key, int size, const std::string& group_name);
 
-  /// Takes rank's seat in meeting `sequence`, and runs the operation if it was the last free one. Does not block on others.
+  /// Takes rank's seat in meeting `sequence`, and runs the operation if it was the last free one. Does not block on
+  /// others.
   std::shared_ptr<Meeting> arrive(int rank, uint64_t sequence, Call call);
-  /// Blocks until the operation ran, then delivers. Throws its error, PeerFailure, or a timeout that names missing ranks.
+  /// Blocks until the operation ran, then delivers. Throws its error, PeerFailure, or a timeout that names missing
+  /// ranks.
   void wait(Meeting& meeting, int rank, uint64_t sequence, std::chrono::milliseconds timeout);
   bool is_done(const Meeting& meeting) const;
   /// The future of rank's part; outputs are delivered when it completes.

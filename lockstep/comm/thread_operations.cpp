@@ -1,4 +1,5 @@
-// What each collective does, written once for all ranks: calls[r] holds rank r's tensors and this function moves the data.
+// What each collective does, written once for all ranks: calls[r] holds rank r's tensors and this function moves the
+// data.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/bitwise_and.h>
 #include <ATen/ops/bitwise_or.h>
@@ -154,9 +155,8 @@ void perform(const std::vector<const Call*>& calls) {
       return all_to_all(each([](const Call& call) { return call.inputs; }),
                         each([](const Call& call) { return call.outputs; }));
     case CallKind::kAllToAllSingle:
-      return all_to_all(
-          each([&](const Call& call) { return pieces_of(call.inputs[0], call.input_splits, size); }),
-          each([&](const Call& call) { return pieces_of(call.outputs[0], call.output_splits, size); }));
+      return all_to_all(each([&](const Call& call) { return pieces_of(call.inputs[0], call.input_splits, size); }),
+                        each([&](const Call& call) { return pieces_of(call.outputs[0], call.output_splits, size); }));
     case CallKind::kBarrier:
       return;
   }

@@ -29,11 +29,11 @@ int gpu_count() {
 RankEnvironment place_of(const InitOptions& options) {
   const bool has_rank = options.rank >= 0;
   const bool has_size = options.world_size >= 0;
-  TORCH_CHECK(has_rank == has_size, "[lockstep/comm] init: give both rank and world_size, or none: rank is ", options.rank,
-              ", world_size is ", options.world_size);
+  TORCH_CHECK(has_rank == has_size, "[lockstep/comm] init: give both rank and world_size, or none: rank is ",
+              options.rank, ", world_size is ", options.world_size);
   if (!has_rank) {
-    TORCH_CHECK(!options.store && options.init_method == "env://", "[lockstep/comm] init: ",
-                options.store ? "a store" : "init method '" + options.init_method + "'",
+    TORCH_CHECK(!options.store && options.init_method == "env://",
+                "[lockstep/comm] init: ", options.store ? "a store" : "init method '" + options.init_method + "'",
                 " says where to meet, but not who this is: set rank and world_size");
     return detect_rank_environment();
   }
@@ -104,7 +104,8 @@ const std::string& World::launcher() const {
 }
 
 World init(const InitOptions& options) {
-  TORCH_CHECK(!current_world(), "[lockstep/comm] init was called twice. Keep the World it returned, or use current_world().");
+  TORCH_CHECK(!current_world(),
+              "[lockstep/comm] init was called twice. Keep the World it returned, or use current_world().");
   TORCH_CHECK(options.timeout.count() > 0, "[lockstep/comm] init: the timeout must be positive, got ",
               options.timeout.count(), " ms");
   const auto place = place_of(options);

@@ -15,8 +15,8 @@
 namespace lockstep {
 
 struct InitOptions {
-  /// "gloo", "nccl", "cpu:gloo,cuda:nccl", … Empty: gloo for CPU tensors; for CUDA tensors NCCL if every rank of this host has a
-  /// GPU of its own and NCCL is built in, else gloo.
+  /// "gloo", "nccl", "cpu:gloo,cuda:nccl", … Empty: gloo for CPU tensors; for CUDA tensors NCCL if every rank of this
+  /// host has a GPU of its own and NCCL is built in, else gloo.
   std::string backend = "";
   /// Of rendezvous and of every operation of the group.
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
@@ -31,7 +31,8 @@ struct InitOptions {
   std::optional<c10::Device> device = std::nullopt;
 };
 
-/// This rank's place in the job. Copies share the groups; they end with the last copy. Keep one alive while you communicate.
+/// This rank's place in the job. Copies share the groups; they end with the last copy. Keep one alive while you
+/// communicate.
 class World {
  public:
   int rank() const;
@@ -57,9 +58,9 @@ class World {
   std::shared_ptr<const State> state_;
 };
 
-/// Joins the job: reads the launcher's variables, meets the other ranks, makes the default group. Collective over all ranks of the
-/// job; alone it contacts nobody. Throws std::invalid_argument for a broken environment, c10::Error for bad options or if this
-/// rank already has a world, c10::DistBackendError naming ranks that do not come in time.
+/// Joins the job: reads the launcher's variables, meets the other ranks, makes the default group. Collective over all
+/// ranks of the job; alone it contacts nobody. Throws std::invalid_argument for a broken environment, c10::Error for
+/// bad options or if this rank already has a world, c10::DistBackendError naming ranks that do not come in time.
 [[nodiscard]] World init(const InitOptions& options = {});
 
 /// The world init() made, while a copy of it lives.

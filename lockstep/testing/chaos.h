@@ -1,5 +1,5 @@
-// A schedule that looks for trouble: rank threads yield and sleep at random where they meet, and some results come only in wait().
-// Everything follows from the seed, so a failing one can be replayed: LOCKSTEP_CHAOS_SEED=… runs it again.
+// A schedule that looks for trouble: rank threads yield and sleep at random where they meet, and some results come only
+// in wait(). Everything follows from the seed, so a failing one can be replayed: LOCKSTEP_CHAOS_SEED=… runs it again.
 #pragma once
 
 #include <atomic>

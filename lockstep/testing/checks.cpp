@@ -44,10 +44,10 @@ void check_equal(const std::string& name, const at::Tensor& actual, const at::Te
   if (at::isclose(got, wanted, tolerance.relative, tolerance.absolute, /*equal_nan=*/true).all().item<bool>()) return;
   const auto distance = (got - wanted).abs().nan_to_num(INFINITY, INFINITY);
   const auto worst = distance.argmax().item<int64_t>();
-  throw CheckFailure(lockstep::str(name, ": largest difference ", distance[worst].item<double>(), " at element ", worst, " of ",
-                         describe(expected), ": is ", got[worst].item().toComplexDouble(), ", expected ",
-                         wanted[worst].item().toComplexDouble(), " (tolerance ", tolerance.relative, " relative, ",
-                         tolerance.absolute, " absolute)"));
+  throw CheckFailure(lockstep::str(name, ": largest difference ", distance[worst].item<double>(), " at element ", worst,
+                                   " of ", describe(expected), ": is ", got[worst].item().toComplexDouble(),
+                                   ", expected ", wanted[worst].item().toComplexDouble(), " (tolerance ",
+                                   tolerance.relative, " relative, ", tolerance.absolute, " absolute)"));
 }
 
 void check_parameter(const std::string& name, const at::Tensor& actual, const at::Tensor& expected) {
@@ -67,7 +67,8 @@ std::string expect_error(const std::function<void()>& action, const std::vector<
   } catch (const std::exception& error) {
     message = error.what();
   }
-  if (message.empty()) throw CheckFailure(str("expected an error with '", join(words, "', '"), "', but there was none"));
+  if (message.empty())
+    throw CheckFailure(str("expected an error with '", join(words, "', '"), "', but there was none"));
   for (const auto& word : words) {
     if (message.find(word) == std::string::npos) {
       throw CheckFailure(str("the error does not mention '", word, "': ", message));

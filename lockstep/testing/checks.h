@@ -21,12 +21,13 @@ struct Tolerance {
 
   /// Bit for bit: for parameters on the CPU and wherever data only moves.
   static Tolerance exact() { return {}; }
-  /// The library's defaults for a dtype, as torch.testing.assert_close has them: 1.3e-6 / 1e-5 for float, 1e-3 / 1e-5 for half,
-  /// 1.6e-2 / 1e-5 for bfloat16, 1e-7 / 1e-7 for double, exact for integers.
+  /// The library's defaults for a dtype, as torch.testing.assert_close has them: 1.3e-6 / 1e-5 for float, 1e-3 / 1e-5
+  /// for half, 1.6e-2 / 1e-5 for bfloat16, 1e-7 / 1e-7 for double, exact for integers.
   static Tolerance of(at::ScalarType dtype);
 };
 
-/// Sizes, dtype (unless told not to), device and values. The message has the name, the largest difference and where it is.
+/// Sizes, dtype (unless told not to), device and values. The message has the name, the largest difference and where it
+/// is.
 void check_equal(const std::string& name, const at::Tensor& actual, const at::Tensor& expected,
                  Tolerance tolerance = Tolerance::exact());
 
@@ -39,8 +40,8 @@ void check_on_rank(int rank, const World& world, const std::function<void()>& ch
 /// `action` must throw, with a message that holds every one of `words` (parameter, rank, value). Returns the message.
 std::string expect_error(const std::function<void()>& action, const std::vector<std::string>& words);
 
-/// As expect_error on the ranks in `failing`; on the others `action` must end without an error. Local: a rank whose peers fail
-/// must not wait for them inside `action`.
+/// As expect_error on the ranks in `failing`; on the others `action` must end without an error. Local: a rank whose
+/// peers fail must not wait for them inside `action`.
 void expect_error_on_ranks(const World& world, const std::vector<int>& failing, const std::function<void()>& action,
                            const std::vector<std::string>& words);
 

@@ -1,5 +1,6 @@
-// Continuous mode: rank processes kept over a whole suite, one group for all of its tests, because starting them anew for each
-// small test costs more than the test. Parent and ranks walk through the same tests in the same order; a store file says what is next.
+// Continuous mode: rank processes kept over a whole suite, one group for all of its tests, because starting them anew
+// for each small test costs more than the test. Parent and ranks walk through the same tests in the same order; a store
+// file says what is next.
 #pragma once
 
 #include <memory>
@@ -17,8 +18,9 @@ class ContinuousRanks {
   ContinuousRanks(const ContinuousRanks&) = delete;
   ContinuousRanks& operator=(const ContinuousRanks&) = delete;
 
-  /// Runs one test on all ranks, with a barrier and fresh seeds around it. In the parent: waits and reports; after a failure all
-  /// further tests report as skipped, saying which one failed. In a rank: runs `body` and returns; after a failure it ends.
+  /// Runs one test on all ranks, with a barrier and fresh seeds around it. In the parent: waits and reports; after a
+  /// failure all further tests report as skipped, saying which one failed. In a rank: runs `body` and returns; after a
+  /// failure it ends.
   RunReport run(const std::string& test, const RankBody& body);
 
  private:

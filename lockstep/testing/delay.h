@@ -1,4 +1,5 @@
-// Sleeping where the work is: on the device's current stream for CUDA, so that the host runs ahead as it does in real training.
+// Sleeping where the work is: on the device's current stream for CUDA, so that the host runs ahead as it does in real
+// training.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -7,8 +8,8 @@
 
 namespace lockstep::testing {
 
-/// CUDA: enqueues a kernel that takes `duration`, cycles per millisecond being measured once per device (10 runs, the two highest
-/// and two lowest dropped). CPU: blocks.
+/// CUDA: enqueues a kernel that takes `duration`, cycles per millisecond being measured once per device (10 runs, the
+/// two highest and two lowest dropped). CPU: blocks.
 void device_sleep(std::chrono::milliseconds duration, c10::Device device);
 
 namespace detail {

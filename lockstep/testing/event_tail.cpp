@@ -14,9 +14,9 @@ constexpr char kNothing[] = "  no collective yet\n";
 }
 
 void EventTail::on_event(const Event& event) {
-  const auto text = str("  event ", event.order, ": ", event.state, " ", event.kind, event.unit.empty() ? "" : " of ",
-                        event.unit, ", ", event.bytes, " bytes ", event.dtype, ", group '", event.group, "' of ",
-                        event.group_size);
+  const auto text =
+      str("  event ", event.order, ": ", event.state, " ", event.kind, event.unit.empty() ? "" : " of ", event.unit,
+          ", ", event.bytes, " bytes ", event.dtype, ", group '", event.group, "' of ", event.group_size);
   const std::lock_guard lock(mutex_);
   auto& line = lines_[count_ % kLines];
   std::snprintf(line.data(), line.size() - 1, "%s", text.c_str());
@@ -33,7 +33,9 @@ std::string EventTail::text() const {
 }
 
 void EventTail::write_to(int fd) const noexcept {
-  const auto put = [fd](const char* text) { [[maybe_unused]] const auto written = ::write(fd, text, std::strlen(text)); };
+  const auto put = [fd](const char* text) {
+    [[maybe_unused]] const auto written = ::write(fd, text, std::strlen(text));
+  };
   if (count_ == 0) put(kNothing);
   for (std::size_t i = count_ - std::min(count_, kLines); i < count_; ++i) put(lines_[i % kLines].data());
 }

@@ -1,4 +1,5 @@
-// The last few things a rank did, kept as ready-made lines so that a signal handler can write them out. Part of every hang report.
+// The last few things a rank did, kept as ready-made lines so that a signal handler can write them out. Part of every
+// hang report.
 #pragma once
 
 #include <array>

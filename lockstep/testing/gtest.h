@@ -6,7 +6,8 @@
 //     EXPECT_EQ(tensor[0].item<float>(), 6);
 //   }
 //
-// The body runs on every rank; `world` is the rank's. EXPECT_* and ASSERT_* work, exceptions fail the test, Skip skips it.
+// The body runs on every rank; `world` is the rank's. EXPECT_* and ASSERT_* work, exceptions fail the test, Skip skips
+// it.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -39,7 +40,8 @@ inline RankBody with_gtest_results(RankBody body) {
     std::string text;
     for (int i = 0; i < test->result()->total_part_count(); ++i) {
       const auto& part = test->result()->GetTestPartResult(i);
-      if (part.failed()) text += std::string(part.file_name()) + ":" + std::to_string(part.line_number()) + ": " + part.message() + "\n";
+      if (part.failed())
+        text += std::string(part.file_name()) + ":" + std::to_string(part.line_number()) + ": " + part.message() + "\n";
     }
     throw CheckFailure(text);
   };
@@ -66,10 +68,12 @@ inline std::string current_test_name() {
 /// How a fresh process comes to the current test. `label` tells several calls in one test apart.
 inline ProcessCall call_from_gtest(const std::string& label = "") {
   const auto name = current_test_name();
-  return {.name = name + (label.empty() ? "" : "#" + label), .arguments = {"--gtest_filter=" + name, "--gtest_brief=1"}};
+  return {.name = name + (label.empty() ? "" : "#" + label),
+          .arguments = {"--gtest_filter=" + name, "--gtest_brief=1"}};
 }
 
-inline RunReport run_processes_from_gtest(const RunOptions& options, const RankBody& body, const std::string& label = "") {
+inline RunReport run_processes_from_gtest(const RunOptions& options, const RankBody& body,
+                                          const std::string& label = "") {
   return run_processes(options, call_from_gtest(label), with_gtest_results(body));
 }
 
@@ -88,8 +92,9 @@ class ContinuousTest : public ::testing::Test {
     const auto* suite = ::testing::UnitTest::GetInstance()->current_test_suite();
     // The rank walks through the same tests as the parent: same suite, same filter.
     ranks() = std::make_unique<ContinuousRanks>(
-        Suite::options(), ProcessCall{.name = suite->name(),
-                                      .arguments = {"--gtest_filter=" + std::string(suite->name()) + ".*", "--gtest_brief=1"}});
+        Suite::options(),
+        ProcessCall{.name = suite->name(),
+                    .arguments = {"--gtest_filter=" + std::string(suite->name()) + ".*", "--gtest_brief=1"}});
   }
   static void TearDownTestSuite() { ranks().reset(); }
 
@@ -106,24 +111,28 @@ class ContinuousTest : public ::testing::Test {
 }  // namespace lockstep::testing
 
 /// A test whose ranks are threads.
-#define LOCKSTEP_THREAD_TEST(suite, name, ranks)                                                                   \
-  static void suite##_##name##_on_rank([[maybe_unused]] const ::lockstep::World& world);                           \
-  TEST(suite, name) { ::lockstep::testing::run_threads_in_gtest({.world_size = ranks}, suite##_##name##_on_rank); } \
+#define LOCKSTEP_THREAD_TEST(suite, name, ranks)                                                \
+  static void suite##_##name##_on_rank([[maybe_unused]] const ::lockstep::World& world);        \
+  TEST(suite, name) {                                                                           \
+    ::lockstep::testing::run_threads_in_gtest({.world_size = ranks}, suite##_##name##_on_rank); \
+  }                                                                                             \
   static void suite##_##name##_on_rank([[maybe_unused]] const ::lockstep::World& world)
 
 /// A test whose ranks are processes.
-#define LOCKSTEP_PROCESS_TEST(suite, name, ranks)                                                                    \
-  static void suite##_##name##_on_rank([[maybe_unused]] const ::lockstep::World& world);                             \
-  TEST(suite, name) { ::lockstep::testing::run_processes_in_gtest({.world_size = ranks}, suite##_##name##_on_rank); } \
+#define LOCKSTEP_PROCESS_TEST(suite, name, ranks)                                                 \
+  static void suite##_##name##_on_rank([[maybe_unused]] const ::lockstep::World& world);          \
+  TEST(suite, name) {                                                                             \
+    ::lockstep::testing::run_processes_in_gtest({.world_size = ranks}, suite##_##name##_on_rank); \
+  }                                                                                               \
   static void suite##_##name##_on_rank([[maybe_unused]] const ::lockstep::World& world)
 
 /// The same body in both harnesses: tests name_AsThreads and name_AsProcesses.
-#define LOCKSTEP_RANK_TEST(suite, name, ranks)                                                        \
-  static void suite##_##name##_on_rank([[maybe_unused]] const ::lockstep::World& world);              \
-  TEST(suite, name##_AsThreads) {                                                                     \
-    ::lockstep::testing::run_threads_in_gtest({.world_size = ranks}, suite##_##name##_on_rank);       \
-  }                                                                                                   \
-  TEST(suite, name##_AsProcesses) {                                                                   \
-    ::lockstep::testing::run_processes_in_gtest({.world_size = ranks}, suite##_##name##_on_rank);     \
-  }                                                                                                   \
+#define LOCKSTEP_RANK_TEST(suite, name, ranks)                                                    \
+  static void suite##_##name##_on_rank([[maybe_unused]] const ::lockstep::World& world);          \
+  TEST(suite, name##_AsThreads) {                                                                 \
+    ::lockstep::testing::run_threads_in_gtest({.world_size = ranks}, suite##_##name##_on_rank);   \
+  }                                                                                               \
+  TEST(suite, name##_AsProcesses) {                                                               \
+    ::lockstep::testing::run_processes_in_gtest({.world_size = ranks}, suite##_##name##_on_rank); \
+  }                                                                                               \
   static void suite##_##name##_on_rank([[maybe_unused]] const ::lockstep::World& world)

@@ -22,10 +22,11 @@ InterposerScope delay_calls(CallKind kind, std::chrono::milliseconds duration) {
 }
 
 InterposerScope fail_call(CallKind kind, std::size_t n, const std::string& message) {
-  return replace_calls(kind, [seen = std::make_shared<std::size_t>(0), n, message](const Call& call, const NextCall& next) {
-    if ((*seen)++ == n) throw c10::DistBackendError(message);
-    return next(call);
-  });
+  return replace_calls(kind,
+                       [seen = std::make_shared<std::size_t>(0), n, message](const Call& call, const NextCall& next) {
+                         if ((*seen)++ == n) throw c10::DistBackendError(message);
+                         return next(call);
+                       });
 }
 
 InterposerScope drop_calls(CallKind kind) {
@@ -42,8 +43,7 @@ InterposerScope reduce_scatter_with_assert(std::function<void(const at::Tensor& 
   });
 }
 
-SharedScope::SharedScope(GroupPtr group)
-    : group_(std::move(group)), exceptions_at_start_(std::uncaught_exceptions()) {
+SharedScope::SharedScope(GroupPtr group) : group_(std::move(group)), exceptions_at_start_(std::uncaught_exceptions()) {
   barrier(group_);
 }
 

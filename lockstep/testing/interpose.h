@@ -1,4 +1,5 @@
-// Ready-made interposers: delay, fail, drop, change or check the collectives of the current rank. Each lives as a scope:
+// Ready-made interposers: delay, fail, drop, change or check the collectives of the current rank. Each lives as a
+// scope:
 //
 //   const auto late = delay_calls(CallKind::kReduceScatterSingle, 50ms);
 //
@@ -23,15 +24,15 @@ namespace lockstep::testing {
 [[nodiscard]] InterposerScope drop_calls(CallKind kind);
 
 /// Runs `instead` for calls of `kind`; it may call next(call) with a changed call.
-[[nodiscard]] InterposerScope replace_calls(
-    CallKind kind, std::function<Pending(const Call& call, const NextCall& next)> instead);
+[[nodiscard]] InterposerScope replace_calls(CallKind kind,
+                                            std::function<Pending(const Call& call, const NextCall& next)> instead);
 
-/// Shows `check` the output of every reduce-scatter before it runs: dtype, size and device can be asserted. A call without an
-/// output is an error.
+/// Shows `check` the output of every reduce-scatter before it runs: dtype, size and device can be asserted. A call
+/// without an output is an error.
 [[nodiscard]] InterposerScope reduce_scatter_with_assert(std::function<void(const at::Tensor& output)> check);
 
-/// Takes a barrier over `group` after construction and before destruction, so that no rank runs inside while another is outside.
-/// Collective. While an exception unwinds there is no barrier: the other ranks may never come to theirs.
+/// Takes a barrier over `group` after construction and before destruction, so that no rank runs inside while another is
+/// outside. Collective. While an exception unwinds there is no barrier: the other ranks may never come to theirs.
 class SharedScope {
  public:
   explicit SharedScope(GroupPtr group);

@@ -1,5 +1,5 @@
-// Counts bytes that the calling thread's tensors take, by unit and kind, from the allocator's own reports (CPU and CUDA).
-// Tests assert limits with it.
+// Counts bytes that the calling thread's tensors take, by unit and kind, from the allocator's own reports (CPU and
+// CUDA). Tests assert limits with it.
 #pragma once
 
 #include <c10/core/Allocator.h>

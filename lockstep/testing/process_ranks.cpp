@@ -2,16 +2,16 @@
 
 #include <unistd.h>
 
-#include <csignal>
 #include <climits>
+#include <csignal>
 #include <sstream>
 
 #include "lockstep/base/stack_dump.h"
 #include "lockstep/base/str.h"
 #include "lockstep/comm/barrier.h"
 #include "lockstep/launch/job.h"
-#include "lockstep/testing/rank_process.h"
 #include "lockstep/testing/rank_job.h"
+#include "lockstep/testing/rank_process.h"
 #include "lockstep/testing/skip.h"
 #include "lockstep/testing/temp_dir.h"
 

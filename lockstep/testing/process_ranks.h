@@ -1,5 +1,6 @@
-// Ranks as processes: this very program, started again once per rank and led to the same call. What a rank needs to know travels in
-// LOCKSTEP_TEST_* variables; its error text comes back through a pipe, its verdict as the exit code. See docs/testing.md.
+// Ranks as processes: this very program, started again once per rank and led to the same call. What a rank needs to
+// know travels in LOCKSTEP_TEST_* variables; its error text comes back through a pipe, its verdict as the exit code.
+// See docs/testing.md.
 #pragma once
 
 #include <string>
@@ -17,9 +18,9 @@ struct ProcessCall {
   std::vector<std::string> arguments;
 };
 
-/// In the parent: starts the ranks, waits, reports. In a rank's process: runs `body` if the call's name is the rank's, and does
-/// not return; other calls return an empty, passed report at once. The group is destroyed only after a clean end: after an error
-/// it might wait for collectives nobody finishes.
+/// In the parent: starts the ranks, waits, reports. In a rank's process: runs `body` if the call's name is the rank's,
+/// and does not return; other calls return an empty, passed report at once. The group is destroyed only after a clean
+/// end: after an error it might wait for collectives nobody finishes.
 RunReport run_processes(RunOptions options, const ProcessCall& call, const RankBody& body);
 
 /// True in a process that is a rank of some run_processes() call.

@@ -38,7 +38,8 @@ RankOutcome run_guarded(const std::function<void()>& body, std::optional<int>* s
 /// Sends `text` to the parent.
 void send_report(const RankIdentity& self, const std::string& text);
 
-/// Ends the process at once with what the outcome calls for; static destructors do not run, because after an error they could hang.
+/// Ends the process at once with what the outcome calls for; static destructors do not run, because after an error they
+/// could hang.
 [[noreturn]] void end_process(const RankIdentity& self, const RankOutcome& outcome, std::optional<int> skip_code);
 
 }  // namespace lockstep::testing::detail

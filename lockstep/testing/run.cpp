@@ -71,12 +71,10 @@ std::string RunReport::describe() const {
 
 void judge(RunReport& report) {
   if (!report.problem.empty()) return;
-  const auto skipped = std::count_if(report.ranks.begin(), report.ranks.end(), [](const RankOutcome& rank) {
-    return rank.kind == RankOutcome::Kind::kSkipped;
-  });
-  const auto passed = std::count_if(report.ranks.begin(), report.ranks.end(), [](const RankOutcome& rank) {
-    return rank.kind == RankOutcome::Kind::kPassed;
-  });
+  const auto skipped = std::count_if(report.ranks.begin(), report.ranks.end(),
+                                     [](const RankOutcome& rank) { return rank.kind == RankOutcome::Kind::kSkipped; });
+  const auto passed = std::count_if(report.ranks.begin(), report.ranks.end(),
+                                    [](const RankOutcome& rank) { return rank.kind == RankOutcome::Kind::kPassed; });
   if (skipped > 0 && passed > 0) {
     report.problem = str("the ranks did not end alike: ", passed, " passed, ", skipped, " skipped");
   }

@@ -27,7 +27,8 @@ struct RunOptions {
   std::optional<std::uint64_t> chaos_seed = std::nullopt;
   /// Threads only: every result appears in wait() and not before.
   bool completes_late = false;
-  /// Processes only: the code every rank shall end with, for tests of failures. A rank killed by signal s counts as 128 + s.
+  /// Processes only: the code every rank shall end with, for tests of failures. A rank killed by signal s counts as 128
+  /// + s.
   std::optional<int> expected_exit_code = std::nullopt;
 };
 

@@ -1,5 +1,5 @@
-// Randomness that is the same in every run and in both harnesses. libtorch's default generator belongs to the process, so rank
-// threads would take numbers from each other; the kit draws from generators of its own, one per rank.
+// Randomness that is the same in every run and in both harnesses. libtorch's default generator belongs to the process,
+// so rank threads would take numbers from each other; the kit draws from generators of its own, one per rank.
 #pragma once
 
 #include <ATen/core/Generator.h>

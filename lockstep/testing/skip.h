@@ -1,4 +1,5 @@
-// Skipping, with a reason and an exit code, alike on all ranks. Call these at the top of a body, before any communication.
+// Skipping, with a reason and an exit code, alike on all ranks. Call these at the top of a body, before any
+// communication.
 #pragma once
 
 #include <exception>

@@ -21,7 +21,8 @@ std::string Subtest::describe() const {
   for (const auto& [name, value] : values_) {
     parts.push_back(std::visit(
         [&, &name = name](const auto& held) {
-          if constexpr (std::is_same_v<std::decay_t<decltype(held)>, bool>) return str(name, "=", held ? "true" : "false");
+          if constexpr (std::is_same_v<std::decay_t<decltype(held)>, bool>)
+            return str(name, "=", held ? "true" : "false");
           return str(name, "=", held);
         },
         value));

@@ -36,8 +36,8 @@ struct SubtestOptions {
   std::function<void()> reset = [] {};
 };
 
-/// Runs `body` for the full product of `values`, the last name varying fastest, a barrier over the world around each. A failure is
-/// rethrown as CheckFailure that shows the values. Collective.
+/// Runs `body` for the full product of `values`, the last name varying fastest, a barrier over the world around each. A
+/// failure is rethrown as CheckFailure that shows the values. Collective.
 void run_subtests(const World& world, const std::vector<std::pair<std::string, std::vector<SubtestValue>>>& values,
                   const std::function<void(const Subtest& subtest)>& body, const SubtestOptions& options = {});
 

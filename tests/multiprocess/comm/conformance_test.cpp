@@ -38,9 +38,8 @@ class NcclConformance : public ::testing::TestWithParam<int> {};
 TEST_P(NcclConformance, HoldsForEveryCollective) {
   if (!is_backend_registered("nccl")) GTEST_SKIP() << "this build has no NCCL";
   if (testing::device_count() < GetParam()) GTEST_SKIP() << "needs a GPU per rank";
-  testing::run_processes_in_gtest({.world_size = GetParam(), .backend = "cpu:gloo,cuda:nccl"}, [](const World& world) {
-    conformance::check_all(world, world.device());
-  });
+  testing::run_processes_in_gtest({.world_size = GetParam(), .backend = "cpu:gloo,cuda:nccl"},
+                                  [](const World& world) { conformance::check_all(world, world.device()); });
 }
 
 INSTANTIATE_TEST_SUITE_P(Worlds, NcclConformance, ::testing::Values(2, 3, 4));
@@ -56,13 +55,12 @@ TEST(NcclConformance, HoldsForOneRank) {
                                             .group_name = "alone",
                                             .timeout = std::chrono::seconds(60),
                                             .address = "127.0.0.1"});
-    const auto group = detail::wrap_backends(
-        {{at::kCUDA, nccl}}, {.store = world.store(),
-                              .rank = 0,
-                              .size = 1,
-                              .name = "alone",
-                              .global_ranks = {0},
-                              .timeout = std::chrono::seconds(60)});
+    const auto group = detail::wrap_backends({{at::kCUDA, nccl}}, {.store = world.store(),
+                                                                   .rank = 0,
+                                                                   .size = 1,
+                                                                   .name = "alone",
+                                                                   .global_ranks = {0},
+                                                                   .timeout = std::chrono::seconds(60)});
     EXPECT_EQ(group->getBackend(at::kCUDA)->getBackendName(), "nccl");
     conformance::check_all(conformance::Place(group), world.device());
   });

@@ -12,14 +12,15 @@ namespace lockstep {
 namespace {
 
 using testing::expect_error;
-using testing::run_processes_from_gtest;
 using ::testing::HasSubstr;
+using testing::run_processes_from_gtest;
 using namespace std::chrono_literals;
 
 /// Survivors end with this once they saw the message they should see; the victim ends as it ends.
 constexpr int kSawIt = 42;
 
-/// Runs `doom` on rank 2 of 4 after a first collective that works; the others must fail in the next one and name rank 2.
+/// Runs `doom` on rank 2 of 4 after a first collective that works; the others must fail in the next one and name
+/// rank 2.
 void expect_survivors_name_rank_two(const std::function<void()>& doom, std::chrono::milliseconds timeout,
                                     const std::function<void(const World&)>& collective) {
   const auto report = run_processes_from_gtest(
@@ -32,7 +33,8 @@ void expect_survivors_name_rank_two(const std::function<void()>& doom, std::chro
           std::_Exit(kSawIt);
         }
         const auto start = std::chrono::steady_clock::now();
-        const auto message = expect_error([&] { collective(world); }, {"rank " + std::to_string(world.rank()) + " of 4"});
+        const auto message =
+            expect_error([&] { collective(world); }, {"rank " + std::to_string(world.rank()) + " of 4"});
         const auto took = std::chrono::steady_clock::now() - start;
         // Both sides of the verdict: rank 2 is named, and nobody else is.
         EXPECT_THAT(message, HasSubstr("rank 2 is gone, hung or late"));
@@ -67,10 +69,12 @@ TEST(Failure, OfAStoppedRankIsNamedInABarrier) {
 
 TEST(Failure, IsToldToTheRankThatCameLate) {
   const auto report = run_processes_from_gtest(
-      {.world_size = 3, .timeout = 120s, .collective_timeout = 3s, .expected_exit_code = kSawIt}, [](const World& world) {
+      {.world_size = 3, .timeout = 120s, .collective_timeout = 3s, .expected_exit_code = kSawIt},
+      [](const World& world) {
         barrier(world.group());
         if (world.rank() == 1) std::this_thread::sleep_for(6s);
-        const auto message = expect_error([&] { all_reduce(at::ones({10}), world.group()); }, {"all_reduce(sum, Float[10])"});
+        const auto message =
+            expect_error([&] { all_reduce(at::ones({10}), world.group()); }, {"all_reduce(sum, Float[10])"});
         EXPECT_THAT(message, HasSubstr(world.rank() == 1 ? "failed" : "rank 1 is gone, hung or late"));
         if (!::testing::Test::HasFailure()) std::_Exit(kSawIt);
       });
@@ -83,11 +87,12 @@ TEST(Failure, OfTheRankThatServesTheStoreIsNamed) {
   const auto report = run_processes_from_gtest(
       {.world_size = 3, .timeout = 120s, .expected_exit_code = kSawIt}, [](const World& world) {
         const auto port = broadcast_object(std::to_string(20000 + ::getpid() % 10000), 0, world.group());
-        const StorePtr tcp = rendezvous("tcp://127.0.0.1:" + port,
-                                        {.launcher = "test", .rank = world.rank(), .world_size = 3}, 20s);
+        const StorePtr tcp =
+            rendezvous("tcp://127.0.0.1:" + port, {.launcher = "test", .rank = world.rank(), .world_size = 3}, 20s);
         RankScope scope;
         const EnterRank enter(scope);
-        const auto inner = init({.backend = "gloo", .timeout = 20s, .rank = world.rank(), .world_size = 3, .store = tcp});
+        const auto inner =
+            init({.backend = "gloo", .timeout = 20s, .rank = world.rank(), .world_size = 3, .store = tcp});
         all_reduce(at::ones({3}), inner.group());
         if (world.rank() == 0) std::_Exit(kSawIt);
         expect_error([&] { all_reduce(at::ones({3}), inner.group()); }, {"the store is gone", "rank 0"});
@@ -99,12 +104,14 @@ TEST(Failure, OfTheRankThatServesTheStoreIsNamed) {
 
 TEST(Failure, WhileMakingAGroupNamesTheAbsentRank) {
   const auto report = run_processes_from_gtest(
-      {.world_size = 3, .timeout = 120s, .collective_timeout = 2s, .expected_exit_code = kSawIt}, [](const World& world) {
+      {.world_size = 3, .timeout = 120s, .collective_timeout = 2s, .expected_exit_code = kSawIt},
+      [](const World& world) {
         if (world.rank() == 1) {
           std::this_thread::sleep_for(6s);
           std::_Exit(kSawIt);
         }
-        expect_error([&] { new_group(world.group(), {0, 1, 2}); }, {"making group", "rank 1 did not come within 2000 ms"});
+        expect_error([&] { new_group(world.group(), {0, 1, 2}); },
+                     {"making group", "rank 1 did not come within 2000 ms"});
         std::_Exit(kSawIt);
       });
   if (testing::is_rank_process()) return;

@@ -58,7 +58,8 @@ TEST(Launchers, LockstepRunStartsTheProgram) {
 TEST(Launchers, TorchrunStartsTheSameProgram) {
   const auto python = env("LOCKSTEP_PYTHON");
   if (!python || run(*python + " -c 'import torch'").code != 0) GTEST_SKIP() << "needs a Python with torch";
-  expect_sum(run(*python + " -m torch.distributed.run --standalone --no-python --nproc-per-node 2 " + example()), 2, "torchrun");
+  expect_sum(run(*python + " -m torch.distributed.run --standalone --no-python --nproc-per-node 2 " + example()), 2,
+             "torchrun");
 }
 
 TEST(Launchers, MpirunStartsTheSameProgram) {
@@ -81,8 +82,8 @@ class TwoHosts {
     one_ = id + "a";
     two_ = id + "b";
     works_ = run(str("sh -ec 'ip netns add ", one_, "; ip netns add ", two_, "; ip link add ", one_, " netns ", one_,
-                     " type veth peer name ", two_, " netns ", two_, "; ip -n ", one_, " addr add 10.77.0.1/24 dev ", one_,
-                     "; ip -n ", two_, " addr add 10.77.0.2/24 dev ", two_, "; ip -n ", one_, " link set ", one_,
+                     " type veth peer name ", two_, " netns ", two_, "; ip -n ", one_, " addr add 10.77.0.1/24 dev ",
+                     one_, "; ip -n ", two_, " addr add 10.77.0.2/24 dev ", two_, "; ip -n ", one_, " link set ", one_,
                      " up; ip -n ", two_, " link set ", two_, " up; ip -n ", one_, " link set lo up; ip -n ", two_,
                      " link set lo up'"))
                  .code == 0;
@@ -112,7 +113,8 @@ TEST(Launchers, LockstepRunSpansTwoHosts) {
     return str("ip netns exec ", host, " ", LOCKSTEP_RUN_PATH, " -n 2 --nnodes 2 --node-rank ", node,
                " --master 10.77.0.1:29511 ", example());
   };
-  const auto output = run(str("sh -c '", on(hosts.two(), 1), " & ", on(hosts.one(), 0), "; code=$?; wait; exit $code'"));
+  const auto output =
+      run(str("sh -c '", on(hosts.two(), 1), " & ", on(hosts.one(), 0), "; code=$?; wait; exit $code'"));
   expect_sum(output, 4, "lockstep-run");
 }
 

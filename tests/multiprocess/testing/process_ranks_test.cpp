@@ -14,9 +14,9 @@
 namespace lockstep {
 namespace {
 
+using ::testing::HasSubstr;
 using testing::RankOutcome;
 using testing::run_processes_from_gtest;
-using ::testing::HasSubstr;
 using namespace std::chrono_literals;
 
 // TEST-1, TEST-3: a fresh process per rank, told who it is, in a world that works.
@@ -115,7 +115,8 @@ TEST(ProcessRanks, ShowTheTextOfEveryFailedRank) {
 
 // TEST-5: assertions of the framework reach the parent with file and line.
 TEST(ProcessRanks, SendFailedAssertions) {
-  const auto report = run_processes_from_gtest({.world_size = 2}, [](const World& world) { EXPECT_EQ(world.rank(), 0); });
+  const auto report =
+      run_processes_from_gtest({.world_size = 2}, [](const World& world) { EXPECT_EQ(world.rank(), 0); });
   if (testing::is_rank_process()) return;
   EXPECT_FALSE(report.has_passed());
   EXPECT_THAT(report.ranks[1].text, HasSubstr("process_ranks_test.cpp:"));
@@ -227,8 +228,8 @@ TEST(Skips, HaveReasonsAndCodes) {
   EXPECT_FALSE(testing::is_skip_code(0) || testing::is_skip_code(testing::kFailedExitCode));
 }
 
-// TEST-19, TEST-15: the same body in both harnesses, with the same random numbers: what rank 1 draws is fixed here, so threads that
-// took numbers from each other would show.
+// TEST-19, TEST-15: the same body in both harnesses, with the same random numbers: what rank 1 draws is fixed here, so
+// threads that took numbers from each other would show.
 LOCKSTEP_RANK_TEST(BothHarnesses, DrawTheSameNumbers, 3) {
   auto generator = at::detail::createCPUGenerator(testing::kTestSeed);
   for (int i = 0; i < 8; ++i) {

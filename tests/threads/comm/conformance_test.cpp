@@ -31,9 +31,8 @@ TEST_P(ThreadConformance, HoldsUnderChaos) {
 
 TEST_P(ThreadConformance, HoldsOnTheGpu) {
   if (testing::device_count() == 0) GTEST_SKIP() << "needs a GPU";
-  testing::run_threads_in_gtest({.world_size = GetParam()}, [](const World& world) {
-    conformance::check_all(world, at::Device(at::kCUDA, 0));
-  });
+  testing::run_threads_in_gtest({.world_size = GetParam()},
+                                [](const World& world) { conformance::check_all(world, at::Device(at::kCUDA, 0)); });
 }
 
 INSTANTIATE_TEST_SUITE_P(Worlds, ThreadConformance, ::testing::Values(1, 2, 3, 4));

@@ -1,4 +1,5 @@
-// Groups, objects and agreement: what works the same over every backend, on rank threads and, where marked, on processes.
+// Groups, objects and agreement: what works the same over every backend, on rank threads and, where marked, on
+// processes.
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -56,7 +57,8 @@ LOCKSTEP_PROCESS_TEST(Groups, FollowTheHostIdentity, 4) {
   ::setenv("LOCKSTEP_HOST_ID", world.rank() == 0 || world.rank() == 3 ? "east" : "west", 1);
   EXPECT_EQ(host_numbers(world.group()), (std::vector<int>{0, 1, 1, 0}));
   const auto host = new_host_group(world.group());
-  EXPECT_EQ(global_ranks(host), (world.rank() == 0 || world.rank() == 3 ? std::vector<int>{0, 3} : std::vector<int>{1, 2}));
+  EXPECT_EQ(global_ranks(host),
+            (world.rank() == 0 || world.rank() == 3 ? std::vector<int>{0, 3} : std::vector<int>{1, 2}));
 }
 
 LOCKSTEP_RANK_TEST(Objects, TravelWhateverTheirLength, 3) {
@@ -75,9 +77,9 @@ LOCKSTEP_RANK_TEST(Objects, TravelWhateverTheirLength, 3) {
 
 LOCKSTEP_RANK_TEST(Agreement, GivesEveryRankTheSameErrorWithBothSides, 3) {
   check_same_on_all_ranks("the shape", "2x3", world.group());
-  const auto message = expect_error(
-      [&] { check_same_on_all_ranks("the shape", world.rank() == 1 ? "4x4" : "2x3", world.group()); },
-      {"disagree on the shape", "ranks 0, 2: '2x3'", "rank 1: '4x4'"});
+  const auto message =
+      expect_error([&] { check_same_on_all_ranks("the shape", world.rank() == 1 ? "4x4" : "2x3", world.group()); },
+                   {"disagree on the shape", "ranks 0, 2: '2x3'", "rank 1: '4x4'"});
   const auto messages = all_gather_object(message, world.group());
   EXPECT_EQ(messages[0], messages[1]);
   EXPECT_EQ(messages[0], messages[2]);
@@ -88,7 +90,8 @@ LOCKSTEP_THREAD_TEST(Agreement, NamesTheFirstFactThatDiffers, 2) {
     expect_error([&] { check_same_on_all_ranks("parameters", facts, world.group()); }, words);
   };
   const bool first = world.rank() == 0;
-  check({{"a", "1"}, {"b", first ? "2" : "3"}, {"c", "4"}}, {"disagree on parameters: b", "rank 0: '2'", "rank 1: '3'"});
+  check({{"a", "1"}, {"b", first ? "2" : "3"}, {"c", "4"}},
+        {"disagree on parameters: b", "rank 0: '2'", "rank 1: '3'"});
   check(first ? Facts{{"a", "1"}} : Facts{{"a", "1"}, {"b", "2"}}, {"rank 0: 1 entries", "rank 1: 2 entries"});
   check({{first ? "x" : "y", "1"}}, {"x = '1'", "y = '1'"});
   // A difference beyond what is shown is still a difference.
@@ -98,7 +101,8 @@ LOCKSTEP_THREAD_TEST(Agreement, NamesTheFirstFactThatDiffers, 2) {
 
 // A group c10d made itself, without our help, is taken as well.
 LOCKSTEP_THREAD_TEST(Groups, MadeByOthersAreTaken, 2) {
-  const auto backend = c10::make_intrusive<ThreadBackend>("foreign-hub", world.rank(), 2, "foreign", std::chrono::seconds(20));
+  const auto backend =
+      c10::make_intrusive<ThreadBackend>("foreign-hub", world.rank(), 2, "foreign", std::chrono::seconds(20));
   GroupPtr group = c10::make_intrusive<c10d::ProcessGroup>(c10::make_intrusive<c10d::HashStore>(), world.rank(), 2);
   group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::CUSTOM, backend);
   group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
@@ -139,9 +143,8 @@ LOCKSTEP_THREAD_TEST(Threads, RefuseProcesses, 1) {
   store->set("world/threads/hub", std::vector<uint8_t>(elsewhere.begin(), elsewhere.end()));
   RankScope scope;
   const EnterRank enter(scope);
-  expect_error(
-      [&] { static_cast<void>(init({.backend = "threads", .rank = 1, .world_size = 2, .store = store})); },
-      {"threads of one process", "Use gloo"});
+  expect_error([&] { static_cast<void>(init({.backend = "threads", .rank = 1, .world_size = 2, .store = store})); },
+               {"threads of one process", "Use gloo"});
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// The rest of the kit: recorder, interposers, delays, subtests, seeds, checks, memory probe. And the kit against a broken library.
+// The rest of the kit: recorder, interposers, delays, subtests, seeds, checks, memory probe. And the kit against a
+// broken library.
 #include <torch/torch.h>
 
 #include "lockstep/lockstep.h"
@@ -17,23 +18,22 @@ namespace {
 using testing::check_equal;
 using testing::CheckFailure;
 using testing::expect_error;
+using ::testing::HasSubstr;
 using testing::Recorder;
 using testing::run_threads;
 using testing::Tolerance;
-using ::testing::HasSubstr;
 using namespace std::chrono_literals;
 
 // TEST-21: the full product, in a fixed order, alike on all ranks.
 LOCKSTEP_THREAD_TEST(Subtests, RunTheFullProductInOrder, 2) {
   std::vector<std::string> seen;
   int resets = 0;
-  testing::run_subtests(
-      world, {{"flag", {false, true}}, {"size", {int64_t{1}, int64_t{2}, int64_t{3}}}},
-      [&](const testing::Subtest& subtest) {
-        EXPECT_GT(subtest.get<int64_t>("size"), 0);
-        seen.push_back(subtest.describe());
-      },
-      {.reset = [&] { ++resets; }});
+  testing::run_subtests(world, {{"flag", {false, true}}, {"size", {int64_t{1}, int64_t{2}, int64_t{3}}}},
+                        [&](const testing::Subtest& subtest) {
+                          EXPECT_GT(subtest.get<int64_t>("size"), 0);
+                          seen.push_back(subtest.describe());
+                        },
+                        {.reset = [&] { ++resets; }});
   EXPECT_EQ(resets, 6);
   EXPECT_EQ(seen, (std::vector<std::string>{"flag=false, size=1", "flag=false, size=2", "flag=false, size=3",
                                             "flag=true, size=1", "flag=true, size=2", "flag=true, size=3"}));
@@ -78,27 +78,30 @@ TEST(Seeds, LeaveTheDefaultGeneratorAsItWas) {
   EXPECT_TRUE(torch::randn({3}).equal(expected));
 }
 
-// TEST-24: without a compiler, a warning and eager only; with one, both modes, settings put back; unknown modes refused.
+// TEST-24: without a compiler, a warning and eager only; with one, both modes, settings put back; unknown modes
+// refused.
 LOCKSTEP_THREAD_TEST(CompiledTest, RunsEagerAndCompiled, 1) {
   std::vector<std::string> modes;
   testing::clear_unit_compiler();
   testing::compiled_test(world, [&](const std::string& mode) { modes.push_back(mode); });
   EXPECT_EQ(modes, std::vector<std::string>{"eager"});
   std::string filter = "off";
-  testing::set_unit_compiler({.enable = [&](const std::string& type) { filter = type; }, .disable = [&] { filter = "off"; }});
+  testing::set_unit_compiler(
+      {.enable = [&](const std::string& type) { filter = type; }, .disable = [&] { filter = "off"; }});
   modes.clear();
-  testing::compiled_test(
-      world,
-      [&](const std::string& mode) {
-        modes.push_back(mode);
-        EXPECT_EQ(filter, mode == "eager" ? "off" : "Block");
-      },
-      {.type_filter = "Block"});
+  testing::compiled_test(world,
+                         [&](const std::string& mode) {
+                           modes.push_back(mode);
+                           EXPECT_EQ(filter, mode == "eager" ? "off" : "Block");
+                         },
+                         {.type_filter = "Block"});
   EXPECT_EQ(modes, (std::vector<std::string>{"eager", "compiled"}));
-  expect_error([&] { testing::compiled_test(world, [&](const std::string& mode) { TORCH_CHECK(mode == "eager", "broke"); }); },
-               {"broke"});
+  expect_error(
+      [&] { testing::compiled_test(world, [&](const std::string& mode) { TORCH_CHECK(mode == "eager", "broke"); }); },
+      {"broke"});
   EXPECT_EQ(filter, "off");
-  expect_error([&] { testing::compiled_test(world, [](const std::string&) {}, {.modes = {"turbo"}}); }, {"no mode 'turbo'"});
+  expect_error([&] { testing::compiled_test(world, [](const std::string&) {}, {.modes = {"turbo"}}); },
+               {"no mode 'turbo'"});
   testing::clear_unit_compiler();
 }
 
@@ -172,7 +175,8 @@ LOCKSTEP_THREAD_TEST(Recorder, ChecksOrderCountsAndOverlap, 2) {
   testing::expect_launched_before(launches, "all_gather_into_tensor", "compute(layer 1)");
   expect_error([&] { testing::expect_exact_order(launches, {"all_gather_into_tensor", "all_reduce"}); },
                {"- all_reduce", "+ compute(layer 1)"});
-  expect_error([&] { testing::expect_subset_order(launches, {"all_reduce", "compute"}); }, {"'compute' does not come after"});
+  expect_error([&] { testing::expect_subset_order(launches, {"all_reduce", "compute"}); },
+               {"'compute' does not come after"});
   expect_error([&] { testing::expect_count(launches, "all_reduce", 2); }, {"2 times, found 1"});
   expect_error([&] { testing::expect_none(launches, "compute"); }, {"0 times, found 1"});
   expect_error([&] { testing::expect_launched_before(launches, "all_reduce", "compute"); }, {"launched before"});
@@ -268,7 +272,8 @@ LOCKSTEP_THREAD_TEST(Interposer, ChecksReduceScatterOutputs, 2) {
 }
 
 /// Data-parallel training written by hand: the library the kit is tried on.
-std::vector<at::Tensor> train(const World& world, const std::function<void(at::Tensor&)>& reduce_gradient, int steps = 3) {
+std::vector<at::Tensor> train(const World& world, const std::function<void(at::Tensor&)>& reduce_gradient,
+                              int steps = 3) {
   auto model = testing::build_deterministically_as([] { return torch::nn::Linear(4, 2); });
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
   auto generator = testing::input_generator(world);
@@ -288,7 +293,8 @@ std::vector<at::Tensor> train_alone(int ranks, int steps = 3) {
   auto model = testing::build_deterministically_as([] { return torch::nn::Linear(4, 2); });
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
   std::vector<at::Generator> generators;
-  for (int rank = 0; rank < ranks; ++rank) generators.push_back(at::detail::createCPUGenerator(testing::kInputSeed + rank));
+  for (int rank = 0; rank < ranks; ++rank)
+    generators.push_back(at::detail::createCPUGenerator(testing::kInputSeed + rank));
   for (int step = 0; step < steps; ++step) {
     optimizer.zero_grad();
     std::vector<at::Tensor> batch;

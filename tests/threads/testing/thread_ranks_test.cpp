@@ -14,10 +14,10 @@
 namespace lockstep {
 namespace {
 
-using testing::RankOutcome;
-using testing::RunReport;
-using testing::run_threads;
 using ::testing::HasSubstr;
+using testing::RankOutcome;
+using testing::run_threads;
+using testing::RunReport;
 using namespace std::chrono_literals;
 
 // TEST-10: one thread per rank of one process, with a world of its own; four ranks by default without GPUs.
@@ -137,7 +137,8 @@ TEST(ThreadRanks, WakeRanksThatWaitForAGroup) {
 
 // TEST-16: skips are passed on.
 TEST(ThreadRanks, PassSkipsOn) {
-  const auto report = run_threads({.world_size = 2}, [](const World& world) { testing::skip_if_world_smaller_than(world, 3); });
+  const auto report =
+      run_threads({.world_size = 2}, [](const World& world) { testing::skip_if_world_smaller_than(world, 3); });
   ASSERT_TRUE(report.skipped().has_value()) << report.describe();
   EXPECT_EQ(*report.skipped(), "needs 3 ranks, the world has 2");
 }
@@ -193,12 +194,13 @@ INSTANTIATE_TEST_SUITE_P(
                        all_reduce(at::ones({2}), world.group(), world.rank() == 0 ? ReduceOp::MAX : ReduceOp::SUM);
                      },
                      {"different reductions", "max", "sum"}},
-        Disagreement{"Root", [](const World& world) { broadcast(at::ones({2}), world.rank() == 0 ? 0 : 1, world.group()); },
+        Disagreement{"Root",
+                     [](const World& world) { broadcast(at::ones({2}), world.rank() == 0 ? 0 : 1, world.group()); },
                      {"different roots", "root 0", "root 1"}},
         Disagreement{"Splits",
                      [](const World& world) {
-                       const std::vector<int64_t> sent = world.rank() == 0 ? std::vector<int64_t>{2, 0, 1}
-                                                                           : std::vector<int64_t>{1, 1, 1};
+                       const std::vector<int64_t> sent =
+                           world.rank() == 0 ? std::vector<int64_t>{2, 0, 1} : std::vector<int64_t>{1, 1, 1};
                        all_to_all_single(at::empty({3}), at::ones({3}), world.group(), {1, 1, 1}, sent);
                      },
                      {"rank 0 sends Float[2] to rank 0, which expects Float[1]"}}),
@@ -241,14 +243,15 @@ TEST(ThreadRanks, DeliverLateResultsThroughFutures) {
 
 // TEST-7, TEST-61: the report of a hang says who hung, what each rank did last, and where it is.
 TEST(ThreadRanks, SayWhoHangsAndWhere) {
-  const auto report = run_threads({.world_size = 2, .timeout = 1500ms, .collective_timeout = 60s}, [](const World& world) {
-    all_reduce(at::ones({1}), world.group());
-    if (world.rank() == 0) {
-      all_reduce(at::ones({7}), world.group());
-    } else {
-      std::this_thread::sleep_for(4s);
-    }
-  });
+  const auto report =
+      run_threads({.world_size = 2, .timeout = 1500ms, .collective_timeout = 60s}, [](const World& world) {
+        all_reduce(at::ones({1}), world.group());
+        if (world.rank() == 0) {
+          all_reduce(at::ones({7}), world.group());
+        } else {
+          std::this_thread::sleep_for(4s);
+        }
+      });
   EXPECT_FALSE(report.has_passed());
   const auto text = report.describe();
   EXPECT_THAT(text, HasSubstr("rank 0, 1 still ran"));
@@ -290,14 +293,13 @@ TEST(ThreadRanks, TellALateRankThatTheOthersGaveUp) {
 
 // TEST-26: words on the ranks that should fail, nobody waits for them.
 LOCKSTEP_THREAD_TEST(ExpectError, ChecksEveryWordOnTheRanksThatShouldFail, 3) {
-  testing::expect_error_on_ranks(
-      world, {1}, [&] { TORCH_CHECK(world.rank() != 1, "parameter 'w' on rank 1 has size 3"); }, {"'w'", "rank 1", "3"});
-  testing::expect_error(
-      [] { testing::expect_error([] { TORCH_CHECK(false, "something else"); }, {"this word"}); },
-      {"does not mention 'this word'", "something else"});
+  testing::expect_error_on_ranks(world, {1},
+                                 [&] { TORCH_CHECK(world.rank() != 1, "parameter 'w' on rank 1 has size 3"); },
+                                 {"'w'", "rank 1", "3"});
+  testing::expect_error([] { testing::expect_error([] { TORCH_CHECK(false, "something else"); }, {"this word"}); },
+                        {"does not mention 'this word'", "something else"});
   testing::expect_error([] { testing::expect_error([] {}, {"anything"}); }, {"there was none"});
-  testing::expect_error(
-      [&] { testing::expect_error_on_ranks(world, {0, 1, 2}, [] {}, {"x"}); }, {"there was none"});
+  testing::expect_error([&] { testing::expect_error_on_ranks(world, {0, 1, 2}, [] {}, {"x"}); }, {"there was none"});
 }
 
 // TEST-63: a schedule depends on its seed alone, so a failing one can be replayed.

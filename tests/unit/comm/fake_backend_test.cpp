@@ -66,7 +66,8 @@ TEST(Collectives, RefuseMalformedCallsWithRankAndOperation) {
   expect_error([&] { all_reduce(at::ones({2, 2}).to_sparse(), g); }, {"all_reduce", "not dense"});
   expect_error([&] { broadcast(at::ones({1}), 2, g); }, {"broadcast", "root 2", "group of 2"});
   expect_error([&] { all_gather({at::ones({1})}, at::ones({1}), g); }, {"all_gather", "expected 2 outputs", "got 1"});
-  expect_error([&] { all_gather_into_tensor(at::ones({3}), at::ones({2}), g); }, {"Float[3] must hold 2 times", "Float[2]"});
+  expect_error([&] { all_gather_into_tensor(at::ones({3}), at::ones({2}), g); },
+               {"Float[3] must hold 2 times", "Float[2]"});
   expect_error([&] { reduce_scatter_tensor(at::ones({3}), at::ones({2}), g); }, {"reduce_scatter_tensor", "2 times"});
   expect_error([&] { gather(at::ones({1}), {at::ones({1}), at::ones({1})}, 0, g); }, {"gather", "not the root"});
   expect_error([&] { scatter(at::ones({1}), {at::ones({1}), at::ones({1})}, 0, g); }, {"scatter", "not the root"});

@@ -23,9 +23,14 @@ void expect_refused(const Variables& variables, const std::vector<std::string>& 
   testing::expect_error([&] { detect(variables); }, words);
 }
 
-const Variables kTorchrun = {{"RANK", "5"},           {"WORLD_SIZE", "8"},           {"LOCAL_RANK", "1"},
-                             {"LOCAL_WORLD_SIZE", "4"}, {"MASTER_ADDR", "node0"},      {"MASTER_PORT", "29501"},
-                             {"TORCHELASTIC_RUN_ID", "job"}, {"TORCHELASTIC_RESTART_COUNT", "2"},
+const Variables kTorchrun = {{"RANK", "5"},
+                             {"WORLD_SIZE", "8"},
+                             {"LOCAL_RANK", "1"},
+                             {"LOCAL_WORLD_SIZE", "4"},
+                             {"MASTER_ADDR", "node0"},
+                             {"MASTER_PORT", "29501"},
+                             {"TORCHELASTIC_RUN_ID", "job"},
+                             {"TORCHELASTIC_RESTART_COUNT", "2"},
                              {"TORCHELASTIC_USE_AGENT_STORE", "True"}};
 
 Variables with(Variables base, const Variables& changes) {
@@ -60,7 +65,8 @@ TEST(RankEnvironment, ReadsTorchrun) {
 }
 
 TEST(RankEnvironment, ReadsLockstepRun) {
-  const auto self = detect(with(without(kTorchrun, "TORCHELASTIC_USE_AGENT_STORE"), {{"LOCKSTEP_LAUNCHER", "lockstep-run"}}));
+  const auto self =
+      detect(with(without(kTorchrun, "TORCHELASTIC_USE_AGENT_STORE"), {{"LOCKSTEP_LAUNCHER", "lockstep-run"}}));
   EXPECT_EQ(self.launcher, "lockstep-run");
   EXPECT_FALSE(self.launcher_serves_store);
 }
@@ -107,7 +113,8 @@ TEST(RankEnvironment, ReadsSlurmSteps) {
 }
 
 TEST(RankEnvironment, PrefersTorchrunInsideSlurmAndMpi) {
-  const auto self = detect(with(kTorchrun, {{"SLURM_STEP_ID", "0"}, {"SLURM_PROCID", "1"}, {"OMPI_COMM_WORLD_RANK", "0"}}));
+  const auto self =
+      detect(with(kTorchrun, {{"SLURM_STEP_ID", "0"}, {"SLURM_PROCID", "1"}, {"OMPI_COMM_WORLD_RANK", "0"}}));
   EXPECT_EQ(self.rank, 5);
 }
 

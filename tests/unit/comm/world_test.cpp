@@ -67,7 +67,8 @@ TEST(World, RefusesContradictoryOptionsBeforeContactingAnyone) {
   refuse({.backend = "glue"}, {"no backend 'glue'", "gloo", "threads"});
   refuse({.backend = "cpu:gloo,cpu:threads"}, {"two backends for cpu", "gloo", "threads"});
   refuse({.timeout = std::chrono::milliseconds(0)}, {"timeout must be positive"});
-  refuse({.init_method = "carrier://pigeon", .rank = 0, .world_size = 2}, {"carrier://pigeon", "env://", "file:///path"});
+  refuse({.init_method = "carrier://pigeon", .rank = 0, .world_size = 2},
+         {"carrier://pigeon", "env://", "file:///path"});
   refuse({.init_method = "tcp://nohost", .rank = 0, .world_size = 2}, {"tcp://nohost", "host:port"});
   refuse({.init_method = "tcp://h:x", .rank = 0, .world_size = 2}, {"no valid port"});
   refuse({.rank = 0, .world_size = 2}, {"MASTER_ADDR"});
