@@ -138,14 +138,14 @@ Parsed parse_options(const std::vector<std::string>& arguments, int core_count) 
 }
 
 std::optional<std::chrono::milliseconds> parse_duration(const std::string& text) {
-  static const std::map<std::string, double> kUnitMs = {{"", 1e3},     {"s", 1e3},    {"ms", 1.0},       {"m", 60e3},
+  static const std::map<std::string, double> unit_ms = {{"", 1e3},     {"s", 1e3},    {"ms", 1.0},       {"m", 60e3},
                                                         {"min", 60e3}, {"h", 3600e3}, {"d", 24 * 3600e3}};
   double number = 0;
   const char* end = text.data() + text.size();
   const auto [unit, error] = std::from_chars(text.data(), end, number, std::chars_format::fixed);
   if (error != std::errc()) return std::nullopt;
-  const auto factor = kUnitMs.find(std::string(unit, end));
-  if (factor == kUnitMs.end()) return std::nullopt;
+  const auto factor = unit_ms.find(std::string(unit, end));
+  if (factor == unit_ms.end()) return std::nullopt;
   constexpr double kCenturyMs = 100 * 365.25 * 24 * 3600e3;
   const double ms = std::ceil(number * factor->second);
   if (!(ms > 0 && ms < kCenturyMs)) return std::nullopt;

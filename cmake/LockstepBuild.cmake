@@ -3,9 +3,10 @@
 if(NOT CMAKE_CXX_COMPILER_LAUNCHER)
   find_program(LOCKSTEP_CCACHE ccache)
   if(LOCKSTEP_CCACHE)
-    # Precompiled headers are cacheable only with these sloppiness flags.
-    set(CMAKE_CXX_COMPILER_LAUNCHER
-      "${CMAKE_COMMAND}" -E env CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime "${LOCKSTEP_CCACHE}")
+    # Precompiled headers are cacheable only with these sloppiness flags; the base directory lets clones share a cache.
+    set(CMAKE_CXX_COMPILER_LAUNCHER "${CMAKE_COMMAND}" -E env
+      CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime
+      "CCACHE_BASEDIR=${CMAKE_SOURCE_DIR}" CCACHE_NOHASHDIR=1 "${LOCKSTEP_CCACHE}")
   endif()
 endif()
 

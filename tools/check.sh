@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The checks that need no run: format, layers, behaviour tables, lint, headers on their own.
-#   tools/check.sh quick   lint only what differs from CHECK_BASE (default: the last commit of the main branch's remote, else HEAD~1)
+#   tools/check.sh quick   lint only what differs from CHECK_BASE (default: where HEAD left the remote's branch, else the last commit)
 #   tools/check.sh all     lint everything
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -18,7 +18,10 @@ cmake --preset dev -DLOCKSTEP_PYTHON="$(cat build/torch_python)" >build/configur
 
 echo "== lint"
 if [ "$mode" = quick ]; then
-  base=${CHECK_BASE:-$(git rev-parse -q --verify origin/HEAD || git rev-parse -q --verify HEAD~1 || git rev-list --max-parents=0 HEAD)}
+  base=${CHECK_BASE:-$(git merge-base HEAD origin/HEAD 2>/dev/null || true)}
+  if [ -z "$base" ] || [ "$base" = "$(git rev-parse HEAD)" ]; then
+    base=$(git rev-parse -q --verify HEAD~1 || git rev-list --max-parents=0 HEAD)
+  fi
   mapfile -t sources < <(git diff --name-only --diff-filter=d "$base" -- 'lockstep/*.cpp' 'cli/*.cpp' | grep -v /optional/ || true)
 else
   mapfile -t sources < <(git ls-files 'lockstep/*.cpp' 'cli/*.cpp' | grep -v /optional/)

@@ -1,6 +1,5 @@
 #include "lockstep/comm/barrier.h"
 
-#include "lockstep/base/str.h"
 #include "lockstep/comm/group_state.h"
 #include "lockstep/comm/pending.h"
 
@@ -11,7 +10,7 @@ void barrier(const GroupPtr& group, std::chrono::milliseconds timeout) {
   if (state.description.size == 1) return;
   Call call{.kind = CallKind::kBarrier};
   if (timeout.count() > 0) call.timeout = timeout;
-  launch(std::move(call), group).wait();
+  launch(call, group).wait();
 }
 
 }  // namespace lockstep

@@ -7,8 +7,9 @@ namespace {
 
 /// A call with the options every operation has.
 template <class Options>
-Call call_of(CallKind kind, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs, const Options& options) {
-  Call call{.kind = kind, .inputs = std::move(inputs), .outputs = std::move(outputs), .timeout = options.timeout};
+Call call_of(CallKind kind, const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs,
+             const Options& options) {
+  Call call{.kind = kind, .inputs = inputs, .outputs = outputs, .timeout = options.timeout};
   if constexpr (requires { options.reduceOp; }) call.op = options.reduceOp.op_;
   if constexpr (requires { options.rootRank; }) call.root = static_cast<int>(options.rootRank);
   return call;

@@ -14,7 +14,7 @@ void check(bool condition, const GroupPtr& group, CallKind kind, const std::stri
 }
 
 /// What no backend may be asked: refused here, so that it reads the same whichever backend would have refused it.
-Pending checked_launch(Call call, const GroupPtr& group) {
+Pending checked_launch(const Call& call, const GroupPtr& group) {
   const auto& state = detail::state_of(group).description;
   const auto size = static_cast<std::size_t>(state.size);
   at::Tensor first;
@@ -80,13 +80,13 @@ Pending checked_launch(Call call, const GroupPtr& group) {
     default:
       break;
   }
-  return launch(std::move(call), group);
+  return launch(call, group);
 }
 
 /// Coalescing nothing is legal and does nothing, on every rank alike.
-Pending coalesced(Call call, const GroupPtr& group) {
+Pending coalesced(const Call& call, const GroupPtr& group) {
   if (call.inputs.empty() && call.outputs.empty()) return {};
-  return checked_launch(std::move(call), group);
+  return checked_launch(call, group);
 }
 
 }  // namespace

@@ -25,7 +25,7 @@ class InterposerScope {
   struct PerRank;
   PerRank& rank_;
 
-  friend Pending launch(Call call, const GroupPtr& group);
+  friend Pending launch(const Call& call, const GroupPtr& group);
 };
 
 }  // namespace lockstep

@@ -240,7 +240,7 @@ Pending run_on_backend(const Call& call, const GroupPtr& group) {
       std::make_shared<Pending::State>(call, group, std::move(works), sequence, is_gloo(backend), divide_by));
 }
 
-Pending launch(Call call, const GroupPtr& group) {
+Pending launch(const Call& call, const GroupPtr& group) {
   if (is_observed()) announce(event_of(call, detail::state_of(group).description, "launch"));
   std::vector<Interposer> interposers;
   {

@@ -29,7 +29,7 @@ class Pending {
   c10::intrusive_ptr<c10::ivalue::Future> future();
 
  private:
-  friend Pending launch(Call call, const GroupPtr& group);
+  friend Pending launch(const Call& call, const GroupPtr& group);
   friend Pending run_on_backend(const Call& call, const GroupPtr& group);
   struct State;
   explicit Pending(std::shared_ptr<State> state) : state_(std::move(state)) {}
@@ -39,6 +39,6 @@ class Pending {
 
 /// Starts `call` on the backend of its tensors' device. A group of one rank copies what has to be copied and is
 /// finished. Throws at once if the call is malformed or the group failed earlier.
-[[nodiscard]] Pending launch(Call call, const GroupPtr& group);
+[[nodiscard]] Pending launch(const Call& call, const GroupPtr& group);
 
 }  // namespace lockstep

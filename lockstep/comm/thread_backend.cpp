@@ -78,7 +78,7 @@ std::string describe_pending(const ThreadHub& hub) {
   return hub.describe_pending();
 }
 
-ThreadBackend::ThreadBackend(const std::string& hub_key, int rank, int size, std::string group_name,
+ThreadBackend::ThreadBackend(const std::string& hub_key, int rank, int size, const std::string& group_name,
                              std::chrono::milliseconds timeout)
     : CallBackend(rank, size, "threads", timeout), hub_(ThreadHub::attach(hub_key, size, group_name)) {}
 

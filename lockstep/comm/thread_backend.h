@@ -68,7 +68,7 @@ std::string describe_pending(const ThreadHub& hub);
 class ThreadBackend : public CallBackend {
  public:
   /// Collective over the `size` ranks that share `hub_key`; all in one process.
-  ThreadBackend(const std::string& hub_key, int rank, int size, std::string group_name,
+  ThreadBackend(const std::string& hub_key, int rank, int size, const std::string& group_name,
                 std::chrono::milliseconds timeout);
   ~ThreadBackend() override;
 

@@ -1,5 +1,6 @@
 #include "lockstep/testing/rank_process.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -61,6 +62,9 @@ World join_world(const RankIdentity& self, const RunOptions& options) {
                       .rank = self.rank,
                       .world_size = self.world_size,
                       .store = c10::make_intrusive<c10d::FileStore>(self.store_path, self.world_size)});
+  if (!world.device().is_cpu()) {
+    c10::impl::VirtualGuardImpl(world.device().type()).setDevice(world.device());
+  }
   barrier(world.group());
   reseed_rank();
   return world;
