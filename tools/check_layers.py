@@ -106,6 +106,8 @@ def check_include(table, root, file, folder, quote, target):
 
 
 def check_libtorch(table, folder, target):
+    if target == "filesystem" and folder not in table.outside:
+        return "includes <filesystem>", "libtorch exports another compiler's copy of it, and mixing the two crashes"
     if folder not in table.libtorch or not target.startswith(table.libtorch_prefixes):
         return None
     exceptions = table.libtorch[folder]

@@ -102,6 +102,10 @@ class LayersTest(TreeTest):
         self.write("cli/d.cpp", "#include <torch/torch.h>\n")
         self.assert_fails("base/a.cpp:1:", "shm/b.cpp:1:", "launch/c.cpp:2:", "cli/d.cpp:1:", "only torch/headeronly/")
 
+    def test_filesystem_is_refused(self):
+        self.write("lockstep/base/bad.cpp", "#include <filesystem>\n")
+        self.assert_fails("lockstep/base/bad.cpp:1", "<filesystem>", "crashes")
+
     def test_cli_includes_only_launch_and_base(self):
         self.write("cli/main.cpp", '#include "lockstep/comm/group.h"\n#include "lockstep/lockstep.h"\n')
         self.assert_fails("cli/main.cpp:1:", "cli/main.cpp:2:", "'cli' may include launch, base")

@@ -1,0 +1,80 @@
+// Where ranks meet: every init method, in worlds made inside a test's ranks.
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include "lockstep/base/rank_local.h"
+#include "lockstep/launch/port.h"
+#include "lockstep/lockstep.h"
+#include "lockstep/testing/gtest.h"
+#include "lockstep/testing/temp_dir.h"
+
+namespace lockstep {
+namespace {
+
+using namespace std::chrono_literals;
+
+/// Makes a second world at `init_method` beside the harness's and uses it: collectives, a subgroup, the user's store.
+void expect_world_at(const World& outer, const std::string& init_method) {
+  RankScope scope;
+  const EnterRank enter(scope);
+  {
+    const auto world = init({.backend = "gloo",
+                             .timeout = 30s,
+                             .init_method = init_method,
+                             .rank = outer.rank(),
+                             .world_size = outer.world_size()});
+    EXPECT_EQ(world.launcher(), "options");
+    auto tensor = at::full({3}, world.rank() + 1);
+    all_reduce(tensor, world.group());
+    EXPECT_EQ(tensor[0].item<int>(), 6);
+    const auto pair = new_group(world.group(), {0, 2});
+    if (pair) all_reduce(tensor, pair, ReduceOp::MAX);
+    if (world.rank() == 1) world.store()->set("greeting", std::string("hello"));
+    EXPECT_EQ(world.store()->get_to_str("greeting"), "hello");
+    barrier(world.group());
+  }
+}
+
+LOCKSTEP_PROCESS_TEST(Rendezvous, MeetsAtATcpStore, 3) {
+  std::optional<PortReservation> port;
+  if (world.rank() == 0) port.emplace();
+  const auto number = broadcast_object(port ? std::to_string(port->port()) : "", 0, world.group());
+  expect_world_at(world, "tcp://127.0.0.1:" + number);
+}
+
+LOCKSTEP_PROCESS_TEST(Rendezvous, MeetsAtAFile, 3) {
+  std::optional<testing::TempDir> directory;
+  if (world.rank() == 0) directory.emplace();
+  const auto path = broadcast_object(directory ? directory->file("store") : "", 0, world.group());
+  expect_world_at(world, "file://" + path);
+  barrier(world.group());
+}
+
+LOCKSTEP_PROCESS_TEST(Rendezvous, MeetsWhereTheEnvironmentSays, 3) {
+  std::optional<PortReservation> port;
+  if (world.rank() == 0) port.emplace();
+  const auto number = broadcast_object(port ? std::to_string(port->port()) : "", 0, world.group());
+  ::setenv("RANK", std::to_string(world.rank()).c_str(), 1);
+  ::setenv("WORLD_SIZE", "3", 1);
+  ::setenv("MASTER_ADDR", "localhost", 1);
+  ::setenv("MASTER_PORT", number.c_str(), 1);
+  expect_world_at(world, "env://");
+}
+
+LOCKSTEP_THREAD_TEST(Rendezvous, MeetsInMemory, 3) {
+  expect_world_at(world, "hash://rendezvous-test");
+}
+
+TEST(Rendezvous, SaysWhenThePortIsTaken) {
+  std::string address;
+  {
+    const PortReservation free;
+    address = "tcp://127.0.0.1:" + std::to_string(free.port());
+  }
+  const RankEnvironment first{.launcher = "test", .rank = 0, .world_size = 2};
+  const auto holder = rendezvous(address, first, 10s);
+  testing::expect_error([&] { rendezvous(address, first, 2s); }, {"rank 0 of 2", "cannot serve the store", "MASTER_PORT"});
+}
+
+}  // namespace
+}  // namespace lockstep
