@@ -3,12 +3,25 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-JOBS ?= $(shell nproc)
+# As many compilers at once as there are cores, and memory for: one takes up to 1.5 GB.
+JOBS ?= $(shell awk -v cores="$$(nproc)" '/^MemAvailable/ {n = int($$2 / 1500000); print n < 1 ? 1 : n < cores ? n : cores}' /proc/meminfo)
 RANKS ?= 2
 CMAKE_ARGS ?=
-CONFIGURE = cmake --preset $(1) -DLOCKSTEP_PYTHON="$$(cat build/torch_python)" $(CMAKE_ARGS) >build/configure.log || { cat build/configure.log; exit 1; }
 
-.PHONY: help setup build demo test bench check quick-check format clean asan tsan
+# A cmake that tools/setup.sh had to install goes before the system's.
+export PATH := $(CURDIR)/.venv/cmake/bin:$(PATH)
+# Where else headers are, separated by spaces or colons; tools/setup.sh looks there too.
+LOCKSTEP_EXTRA_INCLUDES ?=
+export CMAKE_INCLUDE_PATH := $(subst $(subst ,, ),:,$(strip $(abspath $(subst :, ,$(LOCKSTEP_EXTRA_INCLUDES))) $(CMAKE_INCLUDE_PATH)))
+
+# torch is looked for anew each time, since LOCKSTEP_PYTHON may name another one today.
+define CONFIGURE
+cmake --preset $(1) -ULOCKSTEP_TORCH_CMAKE_DIR -DLOCKSTEP_PYTHON="$$(cat build/torch_python)" \
+  $(if $(LOCKSTEP_GOOGLETEST_DIR),-DLOCKSTEP_GOOGLETEST_DIR="$(abspath $(LOCKSTEP_GOOGLETEST_DIR))") $(CMAKE_ARGS) \
+  >build/configure.log || { cat build/configure.log; exit 1; }
+endef
+
+.PHONY: help setup configure build demo test bench check quick-check format clean asan tsan
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -16,33 +29,35 @@ help: ## this list
 setup: ## install what is missing: system packages, torch
 	@tools/setup.sh build
 
-build: setup ## configure and build everything
+configure: setup ## let CMake prepare the build
 	@$(call CONFIGURE,dev)
+
+build: configure ## build everything
 	@cmake --build --preset dev -j $(JOBS)
 
-demo: setup ## an all-reduce on local ranks, with its bandwidth (RANKS=2)
-	@$(call CONFIGURE,dev)
+demo: configure ## an all-reduce on local ranks, with its bandwidth (RANKS=2)
 	@cmake --build --preset dev -j $(JOBS) --target lockstep-run example_all_reduce
 	build/bin/lockstep-run -n $(RANKS) build/examples/all_reduce
 
 test: build ## build and run every test
 	ctest --preset dev -j $(JOBS)
 
-bench: setup ## one benchmark beside its peers: make bench NAME=x
+bench: configure ## one benchmark beside its peers: make bench NAME=x
 	@test -n "$(NAME)" || { echo "usage: make bench NAME=x, one of: $(basename $(notdir $(wildcard benchmarks/*.cpp)))"; exit 2; }
 	@test -e "benchmarks/$(NAME).cpp" || { echo "there is no benchmark '$(NAME)'; there is: $(basename $(notdir $(wildcard benchmarks/*.cpp)))"; exit 2; }
-	@$(call CONFIGURE,dev)
 	@cmake --build --preset dev -j $(JOBS) --target lockstep-run bench_$(NAME)
 	@mkdir -p build/bench
 	build/bench/bench_$(NAME) --output build/bench/$(NAME).json
 
 quick-check: ## format, lint of changed files, layers, behaviour tables, headers on their own
 	@tools/setup.sh check
-	@tools/check.sh quick
+	@$(call CONFIGURE,dev)
+	@JOBS=$(JOBS) tools/check.sh quick
 
 check: ## format, lint, layers, headers, and every test under ASan + UBSan and under TSan
 	@tools/setup.sh check
-	@tools/check.sh all
+	@$(call CONFIGURE,dev)
+	@JOBS=$(JOBS) tools/check.sh all
 	@$(MAKE) asan tsan
 
 asan: setup ## every test under AddressSanitizer and UBSan
@@ -57,7 +72,7 @@ tsan: setup ## the tests of code that has threads under ThreadSanitizer
 
 format: ## rewrite all C++ files with clang-format
 	@tools/setup.sh check
-	@git ls-files '*.h' '*.cpp' | xargs .venv/bin/clang-format -i
+	@tools/check.sh format
 
 clean: ## remove everything that was built; the virtual environment stays
 	rm -rf build build-*

@@ -1,37 +1,74 @@
 #!/usr/bin/env bash
-# The checks that need no run: format, layers, behaviour tables, lint, headers on their own.
-#   tools/check.sh quick   lint only what differs from CHECK_BASE (default: where HEAD left the remote's branch, else the last commit)
-#   tools/check.sh all     lint everything
+# The checks that need no run: format, layers, behaviour tables, lint, headers on their own. For a configured build (`make quick-check`).
+#   tools/check.sh quick    lint only what differs from CHECK_BASE (default: where HEAD left the remote's branch, else the last commit)
+#   tools/check.sh all      lint everything
+#   tools/check.sh format   check nothing, format everything in place
+#
+# Lint covers lockstep/ and cli/, headers included. Not linted: tests/, examples/ and benchmarks/, which are only formatted, and
+# */optional/, which is compiled or not depending on the machine.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 mode=${1:-all}
 bin=.venv/bin
+jobs=${JOBS:-$(nproc)}
+[ ! -x .venv/cmake/bin/cmake ] || PATH=$PWD/.venv/cmake/bin:$PATH
+
+# Files that match the patterns and exist: tracked, or new and not ignored.
+existing() {
+  local file
+  git ls-files --cached --others --exclude-standard --deduplicate -- "$@" | while read -r file; do [ ! -e "$file" ] || echo "$file"; done
+}
+is_linted() { [[ $1 != */optional/* ]]; }
+
+# Where a header is linted: in the source beside it, else alone (the build has a source for that), else in a source that includes it.
+source_of_header() {
+  local alone=build/lockstep_verify_interface_header_sets/$1.cxx
+  if [ -e "${1%.h}.cpp" ]; then
+    echo "${1%.h}.cpp"
+  elif [ -e "$alone" ]; then
+    echo "$alone"
+  else
+    git grep --untracked -lF "#include \"$1\"" -- 'lockstep/*.cpp' 'cli/*.cpp' | grep -v /optional/ | head -n 1 || true
+  fi
+}
+
+if [ "$mode" = format ]; then
+  existing '*.h' '*.cpp' | xargs "$bin/clang-format" -i
+  exit
+fi
 
 echo "== format"
-git ls-files '*.h' '*.cpp' | xargs "$bin/clang-format" --dry-run -Werror
+existing '*.h' '*.cpp' | xargs "$bin/clang-format" --dry-run -Werror
 
 echo "== layers and behaviour tables"
 python3 -B tools/check_layers.py
 python3 -B tools/check_behaviour.py
 
-cmake --preset dev -DLOCKSTEP_PYTHON="$(cat build/torch_python)" >build/configure.log || { cat build/configure.log; exit 1; }
-
 echo "== lint"
+patterns=('lockstep/*.cpp' 'lockstep/*.h' 'cli/*.cpp' 'cli/*.h')
 if [ "$mode" = quick ]; then
   base=${CHECK_BASE:-$(git merge-base HEAD origin/HEAD 2>/dev/null || true)}
   if [ -z "$base" ] || [ "$base" = "$(git rev-parse HEAD)" ]; then
     base=$(git rev-parse -q --verify HEAD~1 || git rev-list --max-parents=0 HEAD)
   fi
-  mapfile -t sources < <(git diff --name-only --diff-filter=d "$base" -- 'lockstep/*.cpp' 'cli/*.cpp' | grep -v /optional/ || true)
+  changed=$(git diff --name-only --diff-filter=d "$base" -- "${patterns[@]}")
+  changed+=$'\n'$(git ls-files --others --exclude-standard -- "${patterns[@]}")
 else
-  mapfile -t sources < <(git ls-files 'lockstep/*.cpp' 'cli/*.cpp' | grep -v /optional/)
+  changed=$(existing "${patterns[@]}")
 fi
+mapfile -t sources < <(
+  for file in $changed; do
+    is_linted "$file" || continue
+    case $file in *.h) source_of_header "$file" ;; *) echo "$file" ;; esac
+  done | sort -u
+)
 if [ ${#sources[@]} -gt 0 ]; then
   # GCC's precompiled headers mean nothing to clang: lint with commands that lack them.
   python3 -B tools/lint_commands.py build/compile_commands.json build/lint
-  printf '%s\n' "${sources[@]}" | xargs -P "$(nproc)" -n 1 "$bin/clang-tidy" -p build/lint --quiet --warnings-as-errors='*' 2>/dev/null
+  printf '%s\n' "${sources[@]}" | xargs -P "$jobs" -n 1 "$bin/clang-tidy" -p build/lint --quiet --warnings-as-errors='*' 2>&1 |
+    { grep -vE '^[0-9]+ warnings? generated\.$' || true; }
 fi
 echo "${#sources[@]} files linted"
 
 echo "== headers compile alone"
-cmake --build --preset dev --target all_verify_interface_header_sets
+cmake --build --preset dev -j "$jobs" --target all_verify_interface_header_sets

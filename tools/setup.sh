@@ -1,75 +1,114 @@
 #!/usr/bin/env bash
 # Prepares a Debian or Ubuntu machine: system packages, and a virtual environment with torch unless one is found.
-# Quick when nothing is missing. What it finds is remembered in build/torch_python for the Makefile.
+# Quick and silent when nothing is missing. The Python whose torch is used is remembered in build/torch_python for the Makefile.
 #
 #   tools/setup.sh build   what demo and test need
 #   tools/setup.sh check   the same, and the tools of `make check`
 #
-# LOCKSTEP_PYTHON=<python>: use this Python's torch. Torch_DIR or CMAKE_PREFIX_PATH in the environment: CMake will find torch itself.
+# LOCKSTEP_PYTHON=<python>           use this Python's torch
+# Torch_DIR, CMAKE_PREFIX_PATH       where CMake finds torch by itself, no torch is installed
+# LOCKSTEP_EXTRA_INCLUDES=<dirs>     more folders with headers, separated by spaces or colons
+# LOCKSTEP_GOOGLETEST_DIR=<folder>   GoogleTest's sources, instead of the package
 set -euo pipefail
 cd "$(dirname "$0")/.."
 purpose=${1:-build}
 torch_version=2.13.0
+clang_tools_version=18.1.8
+minimum_cmake=3.25
 
 say() { printf 'setup: %s\n' "$*" >&2; }
+die() {
+  say "$@"
+  exit 1
+}
 
-# Package and a file or command that shows it is there, so that machines without dpkg's record are not bothered.
+# --- System packages. Each is shown to be there by a command or a header, so that machines without dpkg's record are not bothered.
+
 missing=()
+optional=()
 need_command() { command -v "$2" >/dev/null 2>&1 || missing+=("$1"); }
 need_header() {
-  local dir
-  for dir in ${LOCKSTEP_EXTRA_INCLUDES:-} /usr/include /usr/local/include; do
+  local dir dirs
+  IFS=': ' read -r -a dirs <<<"${LOCKSTEP_EXTRA_INCLUDES:-} ${CMAKE_INCLUDE_PATH:-}"
+  for dir in "${dirs[@]}" /usr/include /usr/local/include; do
     [ -e "$dir/$2" ] && return
   done
   missing+=("$1")
 }
-need_command g++ g++
-need_command cmake cmake
-need_command ninja-build ninja
-need_command python3 python3
-need_header libcli11-dev CLI/CLI.hpp
-[ -n "${LOCKSTEP_GOOGLETEST_DIR:-}" ] || need_header libgmock-dev gmock/gmock.h
-# Nice to have: their absence is no error.
-optional=()
-wanted=("${missing[@]}")
-missing=()
-need_command ccache ccache
-need_header libgloo-dev gloo/rendezvous/store.h
-need_command openmpi-bin mpirun
-need_command iproute2 ip
-optional=("${missing[@]}")
-missing=("${wanted[@]}")
-if command -v python3 >/dev/null 2>&1 && ! python3 -c 'import ensurepip' >/dev/null 2>&1; then missing+=(python3-venv); fi
 
-install_packages() {
-  local sudo=()
-  if [ "$(id -u)" != 0 ]; then
-    sudo -n true 2>/dev/null || return 1
-    sudo=(sudo -n)
-  fi
+sudo=()
+may_install() {
   command -v apt-get >/dev/null 2>&1 || return 1
-  "${sudo[@]}" apt-get update -q >&2 || true
-  "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "$@" >&2
+  [ "$(id -u)" = 0 ] && return
+  sudo=(sudo -n)
+  "${sudo[@]}" true 2>/dev/null
+}
+is_updated=
+install_packages() {
+  # A machine that just booted may be updating itself: wait for its lock.
+  local apt=("${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -q -o DPkg::Lock::Timeout=300)
+  if [ -z "$is_updated" ]; then
+    "${apt[@]}" update >&2 || say "apt-get update failed: going on with the package lists that are there"
+    is_updated=1
+  fi
+  "${apt[@]}" install -y --no-install-recommends "$@" >&2
+}
+require_packages() {
+  [ $# -gt 0 ] || return 0
+  if may_install; then
+    say "installing system packages: $*"
+    install_packages "$@" && return
+    say "apt-get failed, see above. Is there a network? These packages are needed:"
+  else
+    say "these packages are missing, and installing them takes root or sudo without a password. Please run:"
+  fi
+  say "  sudo apt-get install --no-install-recommends $*"
+  [ ${#optional[@]} = 0 ] || say "and, for faster builds and more tests: ${optional[*]}"
+  exit 1
+}
+# Their absence is no error, so each is tried once.
+try_packages() {
+  local package untried=() absent=() tried=build/.optional_packages_tried
+  for package in "$@"; do grep -qsx "$package" $tried || untried+=("$package"); done
+  [ ${#untried[@]} -gt 0 ] || return 0
+  if ! may_install; then
+    absent=("${untried[@]}")
+  else
+    say "installing optional system packages: ${untried[*]}"
+    if ! install_packages "${untried[@]}"; then
+      for package in "${untried[@]}"; do install_packages "$package" || absent+=("$package"); done
+    fi
+  fi
+  [ ${#absent[@]} = 0 ] || say "going on without ${absent[*]}: builds may be slower, some tests will be skipped"
+  printf '%s\n' "${untried[@]}" >>$tried
 }
 
-if [ ${#missing[@]} -gt 0 ] || { [ ${#optional[@]} -gt 0 ] && [ ! -e build/.optional_tried ]; }; then
-  say "system packages to install: ${missing[*]:-} ${optional[*]:-}"
-  if ! install_packages "${missing[@]}" "${optional[@]}"; then
-    if [ ${#missing[@]} -gt 0 ]; then
-      say "these packages are missing and could not be installed here. Please run:"
-      say "  sudo apt-get install ${missing[*]} ${optional[*]:-}"
-      exit 1
-    fi
-    say "going on without: ${optional[*]} (some tests will be skipped)"
-  fi
-  mkdir -p build && touch build/.optional_tried
-fi
+# --- The virtual environment.
 
-cmake_version=$(cmake --version | sed -n '1s/[^0-9]*//p')
-if [ "$(printf '%s\n3.25\n' "$cmake_version" | sort -V | head -1)" != 3.25 ]; then
-  say "cmake 3.25 or later is needed, found $cmake_version: pip install cmake, or a newer distribution"
-  exit 1
-fi
+can_make_venv() { python3 -c 'import ensurepip, venv' >/dev/null 2>&1; }
+has_venv() { .venv/bin/python3 -m pip --version >/dev/null 2>&1; }
+ensure_venv() {
+  has_venv && return
+  can_make_venv || require_packages python3-venv
+  # One that was interrupted, or whose Python is gone, would otherwise be in the way for ever.
+  .venv/bin/python3 -m ensurepip >/dev/null 2>&1 && has_venv && return
+  rm -rf .venv
+  python3 -m venv .venv >&2 || die "$(command -v python3) could not make a virtual environment in .venv, see above"
+  has_venv || die "$(command -v python3) made a virtual environment without a working pip in .venv"
+}
+pip_install() {
+  local quiet=(-q)
+  ensure_venv
+  [ -t 2 ] && quiet=()
+  .venv/bin/python3 -m pip install "${quiet[@]}" --disable-pip-version-check "$@" >&2 && return
+  say "pip could not install $* into .venv, see above. It takes a network (or pip's settings for a mirror or proxy),"
+  say "Python 3.10 or later (this is $(.venv/bin/python3 --version 2>&1)) and room on the disk."
+  die "If torch 2.11 or later is elsewhere on this machine: make … LOCKSTEP_PYTHON=<its python>"
+}
+# Of .venv, only what pip finished counts: it writes this file last.
+has_installed() { compgen -G ".venv/lib/python3*/site-packages/$1.dist-info/RECORD" >/dev/null; }
+
+# --- What is there?
 
 has_torch() {
   "$1" - <<'PY' >/dev/null 2>&1
@@ -80,27 +119,85 @@ major, minor = map(int, re.search(r"__version__ = '(\d+)\.(\d+)", text).groups()
 assert (major, minor) >= (2, 11) and (package / "share/cmake/Torch/TorchConfig.cmake").exists()
 PY
 }
+environment_has_torch() {
+  local dir dirs
+  if [ -n "${Torch_DIR:-}" ]; then
+    [ -e "$Torch_DIR/TorchConfig.cmake" ] || [ -e "$Torch_DIR/share/cmake/Torch/TorchConfig.cmake" ] && return
+    die "Torch_DIR=$Torch_DIR has no TorchConfig.cmake. Correct or unset it"
+  fi
+  IFS=: read -r -a dirs <<<"${CMAKE_PREFIX_PATH:-}"
+  for dir in "${dirs[@]}"; do
+    [ -e "$dir/share/cmake/Torch/TorchConfig.cmake" ] && return
+  done
+  return 1
+}
+find_torch_python() {
+  if [ -n "${LOCKSTEP_PYTHON:-}" ]; then
+    python=$(command -v "$LOCKSTEP_PYTHON") || die "LOCKSTEP_PYTHON=$LOCKSTEP_PYTHON is no program that can be run"
+    has_torch "$python" ||
+      die "LOCKSTEP_PYTHON=$LOCKSTEP_PYTHON has no torch 2.11 or later. Install it there, name another Python, or unset it"
+  elif has_installed 'torch-*' && has_torch .venv/bin/python3; then
+    python=.venv/bin/python3
+  else
+    python=$(command -v python3) && has_torch "$python" || python=
+  fi
+  case "$python" in /* | '') ;; *) python=$PWD/$python ;; esac
+}
+is_recent_cmake() {
+  local version
+  version=$("$1" --version 2>/dev/null | sed -n '1s/[^0-9]*//p')
+  [ -n "$version" ] && [ "$(printf '%s\n' "$version" $minimum_cmake | sort -V | head -n 1)" = $minimum_cmake ]
+}
 
 mkdir -p build
 python=
-for candidate in "${LOCKSTEP_PYTHON:-}" .venv/bin/python3 "$(command -v python3)"; do
-  if [ -n "$candidate" ] && command -v "$candidate" >/dev/null 2>&1 && has_torch "$candidate"; then
-    python=$candidate
-    break
-  fi
-done
-if [ -z "$python" ] && [ -z "${Torch_DIR:-}${CMAKE_PREFIX_PATH:-}" ]; then
-  say "no torch found: installing torch==$torch_version into .venv"
-  [ -x .venv/bin/python3 ] || python3 -m venv .venv
-  .venv/bin/python3 -m pip install -q --disable-pip-version-check "torch==$torch_version" numpy >&2
-  python=.venv/bin/python3
+find_torch_python
+must_install_torch=
+[ -n "$python" ] || environment_has_torch || must_install_torch=1
+must_install_clang_tools=
+if [ "$purpose" = check ]; then
+  has_installed "clang_format-$clang_tools_version" && has_installed "clang_tidy-$clang_tools_version" || must_install_clang_tools=1
 fi
-case "$python" in .venv/*) python=$PWD/$python ;; esac
+
+# --- Install what is not.
+
+[ -n "${CXX:-}" ] || need_command g++ g++
+is_recent_cmake .venv/cmake/bin/cmake || need_command cmake cmake
+need_command ninja-build ninja
+need_command python3 python3
+if [ -n "$must_install_torch$must_install_clang_tools" ] && ! can_make_venv && ! has_venv; then missing+=(python3-venv); fi
+need_header libcli11-dev CLI/CLI.hpp
+[ -n "${LOCKSTEP_GOOGLETEST_DIR:-}" ] || need_header libgmock-dev gmock/gmock.h
+[ "$purpose" != check ] || need_command git git
+required=("${missing[@]}")
+
+missing=()
+need_command ccache ccache
+need_header libgloo-dev gloo/rendezvous/store.h
+need_command openmpi-bin mpirun
+need_command iproute2 ip
+optional=("${missing[@]}")
+
+require_packages "${required[@]}"
+try_packages "${optional[@]}"
+
+# The Makefile looks in .venv/cmake/bin before the rest of the PATH.
+if ! is_recent_cmake .venv/cmake/bin/cmake && ! is_recent_cmake cmake; then
+  say "$(cmake --version | head -n 1) is older than $minimum_cmake: installing cmake into .venv"
+  pip_install "cmake>=$minimum_cmake,<4"
+  ln -sfn "$(.venv/bin/python3 -c 'import cmake; print(cmake.CMAKE_DATA)')" .venv/cmake
+  is_recent_cmake .venv/cmake/bin/cmake || die "the cmake that pip installed into .venv does not run"
+fi
+
+if [ -n "$must_install_torch" ]; then
+  say "no torch 2.11 or later found: installing torch==$torch_version into .venv, which may take some minutes"
+  pip_install "torch==$torch_version" numpy
+  has_torch .venv/bin/python3 || die "pip installed torch into .venv, but without the files that C++ programs are built with"
+  python=$PWD/.venv/bin/python3
+fi
 printf '%s\n' "$python" >build/torch_python
 
-if [ "$purpose" = check ]; then
-  [ -x .venv/bin/python3 ] || python3 -m venv .venv
-  if ! [ -x .venv/bin/clang-tidy ] || ! [ -x .venv/bin/clang-format ]; then
-    .venv/bin/python3 -m pip install -q --disable-pip-version-check clang-format==18.1.8 clang-tidy==18.1.8 >&2
-  fi
+if [ -n "$must_install_clang_tools" ]; then
+  say "installing clang-format and clang-tidy $clang_tools_version into .venv"
+  pip_install "clang-format==$clang_tools_version" "clang-tidy==$clang_tools_version"
 fi

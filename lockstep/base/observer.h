@@ -14,7 +14,7 @@ namespace lockstep {
 struct Event {
   std::string kind = "";  // "all_reduce", "all_gather", …; features above comm add theirs ("unshard", "reshard", …)
   std::string unit = "";  // parameter group, module or bucket concerned; empty if none
-  std::string state = "";                           // "launch", "wait", "done", or a feature's own word
+  std::string state = "";                           // "launch", "done", "failed", or a feature's own word
   std::size_t bytes = 0;                            // what this rank contributes
   std::string dtype = "";                           // as torch prints it; empty if none
   int group_size = 0;                               // 0 if no group is concerned

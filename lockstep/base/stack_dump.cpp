@@ -86,10 +86,13 @@ std::string stack_of(pthread_t thread, std::chrono::milliseconds patience) {
   const std::lock_guard lock(one_at_a_time);
   int ends[2];
   if (::pipe2(ends, O_CLOEXEC) != 0) return "";
-  const UniqueFd reader(ends[0]);
+  UniqueFd reader(ends[0]);
   UniqueFd writer(ends[1]);
   stack_fd = writer.get();
-  if (::pthread_kill(thread, kStackSignal) != 0) return "";
+  if (::pthread_kill(thread, kStackSignal) != 0) {
+    stack_fd = -1;
+    return "";
+  }
   std::string raw;
   const auto deadline = std::chrono::steady_clock::now() + patience;
   while (raw.find(kEnd) == std::string::npos) {
@@ -97,7 +100,9 @@ std::string stack_of(pthread_t thread, std::chrono::milliseconds patience) {
         std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
     pollfd request = {.fd = reader.get(), .events = POLLIN, .revents = 0};
     if (left.count() <= 0 || ::poll(&request, 1, static_cast<int>(left.count())) <= 0) {
-      // It may still answer later: the descriptor must stay what it is.
+      // It may be about to answer: both ends must stay what they are, or the write would hit a stranger or SIGPIPE.
+      stack_fd = -1;
+      reader.release();
       writer.release();
       return "";
     }

@@ -1,6 +1,8 @@
 #include "lockstep/comm/call.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/ScalarType.h>
 
 #include "lockstep/base/str.h"
@@ -37,6 +39,16 @@ const char* name_of(CallKind kind) {
   TORCH_INTERNAL_ASSERT(false, "unknown call kind ", static_cast<int>(kind));
 }
 
+bool is_reduction(CallKind kind) {
+  return kind == CallKind::kAllReduce || kind == CallKind::kReduce || kind == CallKind::kReduceScatter ||
+         kind == CallKind::kReduceScatterSingle;
+}
+
+bool has_root(CallKind kind) {
+  return kind == CallKind::kReduce || kind == CallKind::kBroadcast || kind == CallKind::kGather ||
+         kind == CallKind::kScatter;
+}
+
 const char* name_of(ReduceOp op) {
   constexpr const char* kNames[] = {"sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum"};
   TORCH_INTERNAL_ASSERT(op < std::size(kNames), "unknown reduction ", static_cast<int>(op));
@@ -56,28 +68,104 @@ std::size_t Call::bytes() const {
 
 std::string Call::describe() const {
   std::string text = str(name_of(kind), "(");
-  switch (kind) {
-    case CallKind::kAllReduce:
-    case CallKind::kReduce:
-    case CallKind::kReduceScatter:
-    case CallKind::kReduceScatterSingle:
-      text += str(name_of(op), inputs.empty() ? "" : ", ");
-      break;
-    default:
-      break;
-  }
-  // A rank that is not the root gives nothing to scatter; its output says as much.
-  const auto& shown = inputs.empty() ? outputs : inputs;
+  const auto& shown = subjects();
+  if (is_reduction(kind)) text += str(name_of(op), shown.empty() ? "" : ", ");
   constexpr std::size_t kMostShown = 4;
   for (std::size_t i = 0; i < shown.size() && i < kMostShown; ++i) {
     text += str(i == 0 ? "" : ", ", lockstep::describe(shown[i]));
   }
   if (shown.size() > kMostShown) text += str(", … ", shown.size(), " tensors");
-  if (kind == CallKind::kReduce || kind == CallKind::kBroadcast || kind == CallKind::kGather ||
-      kind == CallKind::kScatter) {
-    text += str(", root ", root);
-  }
+  if (has_root(kind)) text += str(", root ", root);
   return text + ")";
+}
+
+namespace {
+
+std::optional<std::string> find_split_problem(const at::Tensor& tensor, const std::vector<int64_t>& splits, int size) {
+  const auto rows = tensor.dim() == 0 ? 1 : tensor.size(0);
+  if (splits.empty()) {
+    if (rows % size == 0) return std::nullopt;
+    return str(describe(tensor), " cannot be cut into ", size, " equal pieces; give the splits");
+  }
+  int64_t total = 0;
+  for (const auto split : splits) total += split;
+  if (splits.size() == static_cast<std::size_t>(size) && total == rows) return std::nullopt;
+  return str("splits ", join(splits, ", "), " do not cut ", describe(tensor), " into ", size, " pieces");
+}
+
+std::optional<std::string> find_tensor_problem(const Call& call) {
+  at::Tensor first;
+  for (const auto* tensors : {&call.inputs, &call.outputs}) {
+    for (const auto& tensor : *tensors) {
+      if (!tensor.defined()) return "a tensor is undefined";
+      if (tensor.layout() != at::kStrided) return str(describe(tensor), " is not dense");
+      if (!first.defined()) first = tensor;
+      if (tensor.scalar_type() == first.scalar_type() && tensor.device() == first.device()) continue;
+      return str("tensors must share dtype and device: ", describe(first), " on ", first.device().str(), " and ",
+                 describe(tensor), " on ", tensor.device().str());
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+std::optional<std::string> find_problem(const Call& call, int rank, int size) {
+  if (auto problem = find_tensor_problem(call)) return problem;
+  if (call.root < 0 || call.root >= size) return str("root ", call.root, " is not in a group of ", size);
+  const bool is_root = call.root == rank;
+  const auto wrong_count = [&](const std::vector<at::Tensor>& tensors, const char* what) -> std::optional<std::string> {
+    if (tensors.size() == static_cast<std::size_t>(size)) return std::nullopt;
+    return str("expected ", size, " ", what, ", one per rank, got ", tensors.size());
+  };
+  switch (call.kind) {
+    case CallKind::kAllGather:
+      return wrong_count(call.outputs, "outputs");
+    case CallKind::kReduceScatter:
+      if (call.outputs.empty()) return "there is no output";
+      return wrong_count(call.inputs, "inputs");
+    case CallKind::kGather:
+      if (is_root) return wrong_count(call.outputs, "outputs on the root");
+      if (!call.outputs.empty()) return "outputs are given, but this rank is not the root";
+      return std::nullopt;
+    case CallKind::kScatter:
+      if (is_root) return wrong_count(call.inputs, "inputs on the root");
+      if (!call.inputs.empty()) return "inputs are given, but this rank is not the root";
+      return std::nullopt;
+    case CallKind::kAllToAll:
+      if (auto problem = wrong_count(call.inputs, "inputs")) return problem;
+      return wrong_count(call.outputs, "outputs");
+    case CallKind::kAllGatherSingle:
+    case CallKind::kReduceScatterSingle:
+      if (call.inputs.size() != call.outputs.size()) {
+        return str(call.inputs.size(), " inputs, but ", call.outputs.size(), " outputs");
+      }
+      for (std::size_t i = 0; i < call.inputs.size(); ++i) {
+        const bool gathers = call.kind == CallKind::kAllGatherSingle;
+        const auto& large = gathers ? call.outputs[i] : call.inputs[i];
+        const auto& small = gathers ? call.inputs[i] : call.outputs[i];
+        if (large.numel() == small.numel() * size) continue;
+        return str(describe(large), " must hold ", size, " times the elements of ", describe(small));
+      }
+      return std::nullopt;
+    case CallKind::kAllToAllSingle:
+      if (auto problem = find_split_problem(call.inputs[0], call.input_splits, size)) return problem;
+      return find_split_problem(call.outputs[0], call.output_splits, size);
+    default:
+      return std::nullopt;
+  }
+}
+
+void divide_by_ranks(const std::vector<at::Tensor>& tensors, int64_t ranks) {
+  const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  for (const auto& tensor : tensors) {
+    if (c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true)) {
+      tensor.div_(ranks, "trunc");
+    } else {
+      tensor.div_(ranks);
+    }
+  }
 }
 
 std::vector<at::Tensor> pieces_of(const at::Tensor& tensor, const std::vector<int64_t>& splits, int count) {

@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <chrono>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -30,6 +31,9 @@ enum class CallKind {
   kBarrier,
 };
 
+bool is_reduction(CallKind kind);
+bool has_root(CallKind kind);
+
 /// Python's name of the operation: "all_reduce", "all_gather_into_tensor", …
 const char* name_of(CallKind kind);
 const char* name_of(ReduceOp op);
@@ -44,6 +48,10 @@ struct Call {
   std::vector<int64_t> output_splits = {};
   std::chrono::milliseconds timeout = c10d::kUnsetTimeout;
 
+  /// The tensors that hold the result: the outputs, or the inputs of operations that work in place.
+  const std::vector<at::Tensor>& results() const { return outputs.empty() ? inputs : outputs; }
+  /// The tensors that say what travels: a rank may give nothing (scatter) and still receive.
+  const std::vector<at::Tensor>& subjects() const { return inputs.empty() ? outputs : inputs; }
   /// Bytes this rank contributes.
   std::size_t bytes() const;
   /// "all_reduce(sum, float32[3, 4])": what two ranks must have in common is visible in it.
@@ -52,6 +60,13 @@ struct Call {
 
 /// "float32[3, 4]".
 std::string describe(const at::Tensor& tensor);
+
+/// What is wrong with the call on its own, whatever the other ranks do: counts, sizes, the root. Nothing if it is well
+/// formed.
+std::optional<std::string> find_problem(const Call& call, int rank, int size);
+
+/// Divides by the number of ranks, integers towards zero as NCCL does; autograd does not notice.
+void divide_by_ranks(const std::vector<at::Tensor>& tensors, int64_t ranks);
 
 /// Runs `call` on a c10d backend. Blocking or not as the backend is; throws what the backend throws.
 c10::intrusive_ptr<c10d::Work> dispatch(c10d::Backend& backend, const Call& call);

@@ -1,7 +1,5 @@
 #include "lockstep/comm/call_backend.h"
 
-#include <ATen/core/ivalue.h>
-
 namespace lockstep {
 namespace {
 
@@ -24,61 +22,14 @@ std::vector<at::Tensor> only_list(const std::vector<std::vector<at::Tensor>>& li
   return lists.empty() ? std::vector<at::Tensor>{} : lists[0];
 }
 
-void check_count(const Call& call, const std::vector<at::Tensor>& tensors, const char* what, std::size_t expected) {
-  TORCH_CHECK(tensors.size() == expected, name_of(call.kind), ": expected ", expected, " ", what, ", got ",
-              tensors.size());
-}
-
-void check_multiple(const Call& call, const at::Tensor& larger, const at::Tensor& smaller, int size) {
-  TORCH_CHECK(larger.numel() == smaller.numel() * size, name_of(call.kind), ": ", describe(larger), " must hold ", size,
-              " times ", describe(smaller));
-}
-
 }  // namespace
 
 CallBackend::WorkPtr CallBackend::check_and_submit(Call call) {
   if (call.timeout == c10d::kUnsetTimeout) call.timeout = options_->timeout;
   TORCH_CHECK(call.op != ReduceOp::PREMUL_SUM, "backend ", name_, " does not support premul_sum");
-  TORCH_CHECK(call.root >= 0 && call.root < size_, name_of(call.kind), ": root ", call.root,
-              " is no rank of a group of ", size_);
-  const auto size = static_cast<std::size_t>(size_);
-  switch (call.kind) {
-    case CallKind::kAllGather:
-      check_count(call, call.outputs, "outputs", size);
-      break;
-    case CallKind::kReduceScatter:
-      check_count(call, call.inputs, "inputs", size);
-      break;
-    case CallKind::kGather:
-      check_count(call, call.outputs, "outputs", rank_ == call.root ? size : 0);
-      break;
-    case CallKind::kScatter:
-      check_count(call, call.inputs, "inputs", rank_ == call.root ? size : 0);
-      break;
-    case CallKind::kAllToAll:
-      check_count(call, call.inputs, "inputs", size);
-      check_count(call, call.outputs, "outputs", size);
-      break;
-    case CallKind::kAllGatherSingle:
-    case CallKind::kReduceScatterSingle: {
-      check_count(call, call.outputs, "outputs", call.inputs.size());
-      const bool gathers = call.kind == CallKind::kAllGatherSingle;
-      for (std::size_t i = 0; i < call.inputs.size(); ++i) {
-        check_multiple(call, gathers ? call.outputs[i] : call.inputs[i], gathers ? call.inputs[i] : call.outputs[i],
-                       size_);
-      }
-      break;
-    }
-    default:
-      break;
-  }
+  const auto problem = find_problem(call, rank_, size_);
+  TORCH_CHECK(!problem, name_of(call.kind), ": ", *problem);
   return submit(std::move(call));
-}
-
-CallBackend::WorkPtr CallBackend::endCoalescing() {
-  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());
-  future->markCompleted();
-  return c10d::Work::create_from_future(future);
 }
 
 CallBackend::WorkPtr CallBackend::broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) {

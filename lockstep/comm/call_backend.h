@@ -21,9 +21,6 @@ class CallBackend : public c10d::Backend {
   const std::string getBackendName() const override { return name_; }
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
   void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
-  bool supportsCoalescing() const override { return true; }
-  void startCoalescing() override {}
-  WorkPtr endCoalescing() override;
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_number(); }
 

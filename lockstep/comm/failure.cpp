@@ -9,6 +9,8 @@ namespace {
 
 // Survivors that wait look at the page every kPollInterval (pending.cpp); they have signed well before this is over.
 constexpr auto kGrace = std::chrono::milliseconds(1500);
+// Longer than a waiting rank takes to notice, shorter than anybody minds.
+constexpr auto kServerLinger = std::chrono::milliseconds(500);
 constexpr auto kSignPoll = std::chrono::milliseconds(20);
 constexpr char kAnyFailure[] = "failure/any";
 
@@ -16,15 +18,28 @@ std::string signature_key(int rank) {
   return str("failure/rank/", rank);
 }
 
-/// The ranks that have not signed by the end of the grace period; ends early once all have.
-std::vector<int> unsigned_ranks(c10d::Store& store, const GroupDescription& group) {
+struct Signatures {
+  std::vector<int> missing;  // global ranks that have not signed
+  bool is_complete = true;   // false: the store was lost while we read
+};
+
+/// Who has not signed by the end of the grace period; ends early once all have.
+Signatures read_signatures(c10d::Store& store, const GroupDescription& group) {
   const auto deadline = std::chrono::steady_clock::now() + kGrace;
   std::vector<int> open = first_ranks(group.size);
+  Signatures result;
   while (true) {
-    std::erase_if(open, [&](int rank) { return store.check({signature_key(rank)}); });
-    if (open.empty() || std::chrono::steady_clock::now() > deadline) return open;
+    try {
+      std::erase_if(open, [&](int rank) { return store.check({signature_key(rank)}); });
+    } catch (const std::exception&) {
+      // Whoever serves the store has drawn its conclusions and left; what was read until now must do.
+      result.is_complete = false;
+    }
+    if (!result.is_complete || open.empty() || std::chrono::steady_clock::now() > deadline) break;
     std::this_thread::sleep_for(kSignPoll);
   }
+  for (const int rank : open) result.missing.push_back(group.global_ranks[rank]);
+  return result;
 }
 
 }  // namespace
@@ -48,22 +63,22 @@ void check_usable(GroupState& state) {
 
 void report_failure(GroupState& state, const std::string& operation, const std::string& cause) {
   const auto& group = state.description;
-  std::string verdict;
-  try {
-    if (group.store) {
+  std::string verdict = "the group has no store to ask who is missing";
+  if (group.store) {
+    try {
       const auto note = str(operation, ": ", cause);
       group.store->set(signature_key(group.rank), std::vector<uint8_t>(note.begin(), note.end()));
       group.store->set(kAnyFailure, std::vector<uint8_t>{1});
-      std::vector<int> missing;
-      for (const int rank : unsigned_ranks(*group.store, group)) missing.push_back(group.global_ranks[rank]);
+      const auto [missing, is_complete] = read_signatures(*group.store, group);
       verdict = missing.empty()
                     ? "every rank is alive, but gave up as well"
                     : str("rank ", join(missing, ", "), missing.size() == 1 ? " is" : " are", " gone, hung or late");
-    } else {
-      verdict = "the group has no store to ask who is missing";
+      if (!is_complete) verdict += " (as far as the store could say before it was gone)";
+      // If this rank serves the store, those who failed a moment later are still reading.
+      if (group.global_ranks[group.rank] == 0) std::this_thread::sleep_for(kServerLinger);
+    } catch (const std::exception&) {
+      verdict = "the store is gone, and with it the rank that served it (rank 0 under lockstep-run)";
     }
-  } catch (const std::exception&) {
-    verdict = "the store is gone, and with it the rank that served it (rank 0 under lockstep-run)";
   }
   const auto text = str("[lockstep/comm] ", state.who(), ": ", operation, " on group '", group.name,
                         "' failed: ", verdict, ". Look there for an earlier error. Cause seen here: ", cause);

@@ -15,15 +15,18 @@ namespace {
 class FakeWork : public c10d::Work {
  public:
   FakeWork(int rank, std::vector<at::Tensor> results, std::chrono::milliseconds delay, std::exception_ptr error)
-      : Work(rank), results_(std::move(results)), delay_(delay), error_(std::move(error)) {}
+      : Work(rank),
+        results_(std::move(results)),
+        ready_at_(std::chrono::steady_clock::now() + delay),
+        error_(std::move(error)) {}
 
-  bool isCompleted() override { return true; }
+  bool isCompleted() override { return std::chrono::steady_clock::now() >= ready_at_; }
   bool isSuccess() const override { return !error_; }
   std::exception_ptr exception() const override { return error_; }
   std::vector<at::Tensor> result() override { return results_; }
 
   bool wait(std::chrono::milliseconds) override {
-    std::this_thread::sleep_for(delay_);
+    std::this_thread::sleep_until(ready_at_);
     if (error_) std::rethrow_exception(error_);
     return true;
   }
@@ -40,7 +43,7 @@ class FakeWork : public c10d::Work {
 
  private:
   const std::vector<at::Tensor> results_;
-  const std::chrono::milliseconds delay_;
+  const std::chrono::steady_clock::time_point ready_at_;
   const std::exception_ptr error_;
 };
 
@@ -48,7 +51,7 @@ void copy_flat(const at::Tensor& to, const at::Tensor& from) {
   to.copy_(from.reshape(to.sizes()));
 }
 
-/// Does this rank's side of the call as if every other rank held the same tensors.
+/// Fills what the header says is filled.
 void pretend(const Call& call, int rank, int size) {
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -117,7 +120,7 @@ uint64_t FakeBackend::sequence_number() const {
 }
 
 CallBackend::WorkPtr FakeBackend::submit(Call call) {
-  auto results = call.outputs.empty() ? call.inputs : call.outputs;
+  auto results = call.results();
   std::chrono::milliseconds delay{0};
   std::exception_ptr error;
   {

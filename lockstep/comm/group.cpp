@@ -15,6 +15,7 @@
 #include "lockstep/base/env.h"
 #include "lockstep/base/str.h"
 #include "lockstep/comm/builtin_backends.h"
+#include "lockstep/comm/failure.h"
 #include "lockstep/comm/group_state.h"
 #include "lockstep/comm/objects.h"
 #include "lockstep/comm/thread_backend.h"
@@ -91,7 +92,11 @@ std::vector<int> first_ranks(int size) {
 GroupPtr wrap_backends(const std::vector<std::pair<c10::DeviceType, BackendPtr>>& backends,
                        GroupDescription description) {
   const auto name = description.name;
-  GroupPtr group = c10::make_intrusive<StatefulGroup>(std::move(description));
+  auto group = c10::make_intrusive<StatefulGroup>(std::move(description));
+  group->state.backends.insert(backends.begin(), backends.end());
+  group->state.is_alone = group->getSize() == 1 && std::all_of(backends.begin(), backends.end(), [](const auto& each) {
+                            return each.second->getBackendName() == "threads";
+                          });
   group->setDefaultBackend(backend_type(*backends.at(0).second));
   for (const auto& [device, backend] : backends) group->setBackend(device, backend_type(*backend), backend);
   group->setGroupName(name);
@@ -122,18 +127,19 @@ void check_in(c10d::Store& store, const std::string& prefix, const std::string& 
   for (int rank = 0; rank < group.size; ++rank) keys.push_back(key(rank));
   const auto failed = str("[lockstep/comm] rank ", group.global_ranks[group.rank], ": ", what, " failed: ");
   const auto deadline = std::chrono::steady_clock::now() + group.timeout;
-  // In slices, so that a rank thread notices when another one failed.
+  // In slices, so that a rank thread notices when another one failed, and everybody when the store did.
   while (!wait_a_while(store, keys, deadline)) {
     ThreadRun::current()->throw_if_aborted(failed);
-    if (std::chrono::steady_clock::now() < deadline) continue;
     std::vector<int> absent;
-    for (int rank = 0; rank < group.size; ++rank) {
-      try {
+    try {
+      for (int rank = 0; rank < group.size; ++rank) {
         if (!store.check({key(rank)})) absent.push_back(group.global_ranks[rank]);
-      } catch (const std::exception&) {
-        throw c10::DistBackendError(failed + "the store is gone, and with it the rank that served it");
       }
+    } catch (const std::exception& error) {
+      throw c10::DistBackendError(
+          str(failed, "the store is gone, and with it the rank that served it (", first_line(error), ")"));
     }
+    if (std::chrono::steady_clock::now() < deadline) continue;
     TORCH_CHECK_WITH(DistBackendError, absent.empty(), failed, "rank ", join(absent, ", "), " did not come within ",
                      group.timeout.count(), " ms. Look there for an earlier error, or raise the timeout.");
   }
@@ -145,25 +151,20 @@ GroupPtr connect_group(GroupDescription description) {
     check_in(*description.store, "check_in", str("making group '", description.name, "'"), description);
   }
   std::vector<std::pair<c10::DeviceType, BackendPtr>> backends;
+  std::map<std::string, BackendPtr> made;
   for (const auto& [device, name] : specs) {
-    const auto same = std::find_if(backends.begin(), backends.end(), [&, &wanted = name](const auto& made) {
-      return made.second->getBackendName() == wanted;
-    });
-    if (same != backends.end()) {
-      backends.emplace_back(device, same->second);
-      continue;
+    auto& backend = made[name];
+    if (!backend) {
+      // A lone rank talks to nobody, whatever the backend: no sockets, no communicator.
+      backend = make_backend(description.size == 1 ? "threads" : name,
+                             {.store = c10::make_intrusive<c10d::PrefixStore>(name, description.store),
+                              .rank = description.rank,
+                              .size = description.size,
+                              .group_name = description.name,
+                              .timeout = description.timeout,
+                              .address = description.address});
     }
-    // A lone rank talks to nobody, whatever the backend: no sockets, no communicator.
-    const std::string& effective = description.size == 1 ? "threads" : name;
-    backends.emplace_back(
-        device, make_backend(effective, {
-                                            .store = c10::make_intrusive<c10d::PrefixStore>(name, description.store),
-                                            .rank = description.rank,
-                                            .size = description.size,
-                                            .group_name = description.name,
-                                            .timeout = description.timeout,
-                                            .address = description.address,
-                                        }));
+    backends.emplace_back(device, backend);
   }
   return wrap_backends(backends, std::move(description));
 }
@@ -198,6 +199,7 @@ std::chrono::milliseconds group_timeout(const GroupPtr& group) {
 }
 
 bool serves_device(const GroupPtr& group, c10::DeviceType device) {
+  if (detail::state_of(group).backends.contains(device)) return true;
   const auto served = group->getDeviceTypes();
   return std::any_of(served.begin(), served.end(), [&](const c10::Device& each) { return each.type() == device; });
 }
@@ -224,6 +226,8 @@ GroupPtr new_subgroups(const GroupPtr& parent, const std::vector<std::vector<int
                   " is named twice");
     }
   }
+  // Also on ranks that will not be members: all refuse, or none.
+  if (!options.backend.empty()) parse_backend_spec(options.backend);
   TORCH_CHECK(from.store, "[lockstep/comm] ", state.who(), ": group '", from.name,
               "' has no store, so no group can be made from it. Make it with lockstep::init().");
   // Same on all ranks of the parent, members or not, because all make the same calls.

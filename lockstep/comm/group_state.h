@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <map>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -30,11 +31,12 @@ struct GroupState {
   /// "rank 1 of 4": in the world's numbers where the group knows them.
   std::string who() const;
 
-  // Fixed after construction.
+  // Fixed once the group is made.
   const GroupDescription description;
+  std::map<c10::DeviceType, BackendPtr> backends = {};  // empty for groups that others made
+  bool is_alone = false;                                // one rank, and no backend that wants to be asked
 
   std::atomic<uint64_t> next_sequence = 0;  // of collectives launched by this rank
-  std::atomic<uint64_t> next_barrier = 0;
   std::atomic<uint64_t> next_subgroup = 0;
 
   // Guarded by mutex.

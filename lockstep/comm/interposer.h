@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 
 #include "lockstep/comm/call.h"
 #include "lockstep/comm/pending.h"
@@ -24,6 +25,7 @@ class InterposerScope {
  private:
   struct PerRank;
   PerRank& rank_;
+  const std::shared_ptr<const Interposer> interposer_;
 
   friend Pending launch(const Call& call, const GroupPtr& group);
 };

@@ -38,44 +38,11 @@ std::vector<Call> split_by_tensor(const Call& call) {
   return parts;
 }
 
-bool is_average(const Call& call) {
-  switch (call.kind) {
-    case CallKind::kAllReduce:
-    case CallKind::kReduce:
-    case CallKind::kReduceScatter:
-    case CallKind::kReduceScatterSingle:
-      return call.op == ReduceOp::AVG;
-    default:
-      return false;
-  }
-}
-
-void divide(const std::vector<at::Tensor>& tensors, int64_t by) {
-  const at::NoGradGuard no_grad;
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  for (const auto& tensor : tensors) {
-    if (c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true)) {
-      tensor.div_(by, "trunc");
-    } else {
-      tensor.div_(by);
-    }
-  }
-}
-
-const std::vector<at::Tensor>& results_of(const Call& call) {
-  return call.outputs.empty() ? call.inputs : call.outputs;
-}
-
-at::DeviceType device_of(const Call& call, const c10d::ProcessGroup& group) {
-  for (const auto* tensors : {&call.inputs, &call.outputs}) {
-    if (!tensors->empty()) return tensors->front().device().type();
-  }
-  return group.getDeviceTypes().front().type();
-}
-
 c10d::Backend& backend_for(const Call& call, const GroupPtr& group, const detail::GroupState& state) {
   if (call.kind == CallKind::kBarrier) return *group->getDefaultBackend();
-  const auto device = device_of(call, *group);
+  const auto device = call.subjects().at(0).device().type();
+  // c10d keeps one backend of a kind it does not know; ours may be several.
+  if (const auto found = state.backends.find(device); found != state.backends.end()) return *found->second;
   TORCH_CHECK(serves_device(group, device), "[lockstep/comm] ", state.who(), ": ", call.describe(), " on group '",
               state.description.name, "': the group has no backend for ", c10::DeviceTypeName(device, true),
               " tensors");
@@ -83,7 +50,7 @@ c10d::Backend& backend_for(const Call& call, const GroupPtr& group, const detail
 }
 
 Event event_of(const Call& call, const detail::GroupDescription& group, const char* state) {
-  const auto& tensors = call.inputs.empty() ? call.outputs : call.inputs;
+  const auto& tensors = call.subjects();
   Event event;
   event.kind = name_of(call.kind);
   event.state = state;
@@ -112,7 +79,18 @@ struct Pending::State {
   std::string operation() const { return str(call.describe(), " #", sequence); }
 
   void wait_for(c10d::Work& work);
+  /// Makes the result final, once. The waiter and the future's callback may come at the same time.
+  void finish(std::exception_ptr problem);
 };
+
+void Pending::State::finish(std::exception_ptr problem) {
+  const std::lock_guard lock(mutex);
+  if (is_finished) return;
+  if (!problem && divide_by > 1) divide_by_ranks(call.results(), divide_by);
+  error = std::move(problem);
+  is_finished = true;
+  if (is_observed()) announce(event_of(call, group_state().description, error ? "failed" : "done"));
+}
 
 void Pending::State::wait_for(c10d::Work& work) {
   if (!is_diagnosed) {
@@ -151,19 +129,14 @@ void Pending::State::wait_for(c10d::Work& work) {
 void Pending::wait() {
   if (!state_) return;
   State& state = *state_;
-  const std::lock_guard lock(state.mutex);
-  if (!state.is_finished) {
-    try {
-      for (const auto& work : state.works) state.wait_for(*work);
-      if (state.divide_by > 1) divide(results_of(state.call), state.divide_by);
-    } catch (...) {
-      state.error = std::current_exception();
-    }
-    state.is_finished = true;
-    if (is_observed()) {
-      announce(event_of(state.call, state.group_state().description, state.error ? "failed" : "done"));
-    }
+  std::exception_ptr problem;
+  try {
+    // Without the lock: gloo runs the future's callback, which takes it, before it lets the waiter go.
+    for (const auto& work : state.works) state.wait_for(*work);
+  } catch (...) {
+    problem = std::current_exception();
   }
+  state.finish(problem);
   if (state.error) std::rethrow_exception(state.error);
 }
 
@@ -173,53 +146,57 @@ bool Pending::is_completed() const {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> Pending::future() {
-  if (!state_) {
+  const auto completed = [](const std::vector<at::Tensor>& tensors) {
     auto done = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
-    done->markCompleted(c10::IValue(std::vector<at::Tensor>{}));
+    done->markCompleted(c10::IValue(tensors));
     return done;
-  }
+  };
+  if (!state_) return completed({});
+  if (state_->works.empty()) return completed(state_->call.results());
   if (state_->works.size() == 1 && state_->divide_by <= 1) return state_->works[0]->getFuture();
   c10::List<c10::intrusive_ptr<c10::ivalue::Future>> parts(c10::FutureType::create(c10::ListType::ofTensors()));
   for (const auto& work : state_->works) parts.push_back(work->getFuture());
   return c10::collectAll(parts)->then(
       [state = state_, parts](c10::ivalue::Future&) {
         for (const c10::intrusive_ptr<c10::ivalue::Future>& part : parts) part->value();  // rethrows
-        const std::lock_guard lock(state->mutex);
-        if (!state->is_finished && state->divide_by > 1) {
-          divide(results_of(state->call), state->divide_by);
-        }
-        state->is_finished = true;
-        return c10::IValue(results_of(state->call));
+        state->finish(nullptr);
+        return c10::IValue(state->call.results());
       },
       c10::ListType::ofTensors());
 }
 
 struct InterposerScope::PerRank {
   std::mutex mutex;
-  std::vector<Interposer> interposers;
+  std::vector<std::shared_ptr<const Interposer>> interposers;
 };
 
-InterposerScope::InterposerScope(Interposer interposer) : rank_(rank_local<PerRank>()) {
+InterposerScope::InterposerScope(Interposer interposer)
+    : rank_(rank_local<PerRank>()), interposer_(std::make_shared<const Interposer>(std::move(interposer))) {
   const std::lock_guard lock(rank_.mutex);
-  rank_.interposers.push_back(std::move(interposer));
+  rank_.interposers.push_back(interposer_);
 }
 
 InterposerScope::~InterposerScope() {
   const std::lock_guard lock(rank_.mutex);
-  rank_.interposers.pop_back();
+  std::erase(rank_.interposers, interposer_);
 }
 
 Pending run_on_backend(const Call& call, const GroupPtr& group) {
   auto& state = detail::state_of(group);
   detail::check_usable(state);
   const auto sequence = state.next_sequence++;
+  if (state.is_alone && call.outputs.empty()) {
+    // In place with nobody else: the result is there already.
+    return Pending(std::make_shared<Pending::State>(call, group, std::vector<c10::intrusive_ptr<c10d::Work>>{},
+                                                    sequence, false, int64_t{0}));
+  }
   c10d::Backend& backend = backend_for(call, group, state);
   Call effective = call;
   if (effective.timeout == c10d::kUnsetTimeout) effective.timeout = state.description.timeout;
   std::vector<Call> parts = {effective};
   int64_t divide_by = 0;
   if (is_gloo(backend)) {
-    if (is_average(call)) {
+    if (is_reduction(call.kind) && call.op == ReduceOp::AVG) {
       effective.op = ReduceOp::SUM;
       const bool has_result = call.kind != CallKind::kReduce || state.description.rank == call.root;
       if (has_result) divide_by = state.description.size;
@@ -242,16 +219,18 @@ Pending run_on_backend(const Call& call, const GroupPtr& group) {
 
 Pending launch(const Call& call, const GroupPtr& group) {
   if (is_observed()) announce(event_of(call, detail::state_of(group).description, "launch"));
-  std::vector<Interposer> interposers;
+  std::vector<std::shared_ptr<const Interposer>> interposers;
   {
     auto& rank = rank_local<InterposerScope::PerRank>();
     const std::lock_guard lock(rank.mutex);
     interposers = rank.interposers;
   }
+  if (interposers.empty()) return run_on_backend(call, group);
   // Innermost first: each gets a `next` that runs the remaining ones.
   std::function<Pending(const Call&, std::size_t)> run = [&](const Call& current, std::size_t left) -> Pending {
     if (left == 0) return run_on_backend(current, group);
-    return interposers[left - 1](current, group, [&run, left](const Call& changed) { return run(changed, left - 1); });
+    return (*interposers[left - 1])(current, group,
+                                    [&run, left](const Call& changed) { return run(changed, left - 1); });
   };
   return run(call, interposers.size());
 }

@@ -64,13 +64,14 @@ RankEnvironment from_torch_variables(const Environment& environment) {
   result.world_size = family.require("WORLD_SIZE", "RANK");
   check_below("RANK", result.rank, "WORLD_SIZE", result.world_size);
 
-  // One alone is enough only where it can say nothing else.
   const auto local_rank = family.read("LOCAL_RANK");
   const auto local_world_size = family.read("LOCAL_WORLD_SIZE");
-  if (local_world_size && !local_rank && *local_world_size > 1)
+  if (local_world_size && !local_rank && *local_world_size > 1) {
     refuse("LOCAL_WORLD_SIZE is set, but LOCAL_RANK is not");
-  result.local_rank = local_rank.value_or(0);
-  result.local_world_size = local_world_size.value_or(local_rank ? std::max(1, result.world_size) : 1);
+  }
+  result.knows_hosts = local_world_size.has_value() || result.world_size == 1;
+  result.local_rank = local_rank.value_or(local_world_size ? 0 : result.rank);
+  result.local_world_size = local_world_size.value_or(result.world_size);
   check_below("LOCAL_RANK", result.local_rank, "LOCAL_WORLD_SIZE", result.local_world_size);
   check_below("LOCAL_WORLD_SIZE", result.local_world_size - 1, "WORLD_SIZE", result.world_size);
 
@@ -161,10 +162,18 @@ RankEnvironment from_slurm(const Environment& environment) {
 RankEnvironment detect_rank_environment(const Environment& environment) {
   const Family family(environment);
   if (family.has("RANK") || family.has("WORLD_SIZE")) return from_torch_variables(environment);
-  if (family.has("LOCAL_RANK")) refuse("LOCAL_RANK is set, but RANK is not");
-  if (family.has("OMPI_COMM_WORLD_RANK") || family.has("OMPI_COMM_WORLD_SIZE")) return from_open_mpi(environment);
+  for (const char* name : {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}) {
+    if (family.has(name)) refuse(str(name, " is set, but RANK is not"));
+  }
+  for (const char* name : {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"}) {
+    if (family.has(name)) return from_open_mpi(environment);
+  }
   // A batch script sees the allocation's variables but is no rank; only srun's steps are.
   if (family.has("SLURM_STEP_ID") && family.has("SLURM_PROCID")) return from_slurm(environment);
+  // A rank that trains alone because half its variables got lost is worse than an error.
+  for (const char* name : {"MASTER_ADDR", "MASTER_PORT"}) {
+    if (family.has(name)) refuse(str(name, " is set, but RANK is not"));
+  }
   return {};
 }
 

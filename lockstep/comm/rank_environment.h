@@ -18,6 +18,9 @@ struct RankEnvironment {
   int world_size = 1;
   int local_rank = 0;
   int local_world_size = 1;
+  /// False if nobody said which ranks share this host; local_rank and local_world_size are then guesses: rank and
+  /// world_size.
+  bool knows_hosts = true;
   int restart_count = 0;
   std::string master_addr = "127.0.0.1";
   int master_port = 0;  // 0: nothing to meet at, because the world is one rank

@@ -1,6 +1,8 @@
 #include "lockstep/comm/rendezvous.h"
 
 #include <arpa/inet.h>
+#include <ifaddrs.h>
+#include <net/if.h>
 #include <netdb.h>
 #include <sys/socket.h>
 
@@ -52,6 +54,8 @@ StorePtr shared_hash_store(const std::string& name) {
   if (found != stores.end()) {
     if (auto store = found->second.lock()) return store;
   }
+  // A dead entry would keep the store's memory.
+  std::erase_if(stores, [](const auto& item) { return item.second.expired(); });
   auto store = c10::make_intrusive<c10d::HashStore>();
   stores.insert_or_assign(name, c10::weak_intrusive_ptr<c10d::HashStore>(store));
   return store;
@@ -74,6 +78,24 @@ std::pair<std::string, int> split_host_port(const std::string& text, const std::
 }
 
 }  // namespace
+
+std::string tcp_host(const std::string& init_method) {
+  return split_host_port(init_method.substr(std::string("tcp://").size()), init_method).first;
+}
+
+std::string outside_address() {
+  ifaddrs* found = nullptr;
+  if (::getifaddrs(&found) != 0) return "";
+  const std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)> owner(found, &::freeifaddrs);
+  for (const ifaddrs* each = found; each != nullptr; each = each->ifa_next) {
+    if (each->ifa_addr == nullptr || each->ifa_addr->sa_family != AF_INET) continue;
+    if ((each->ifa_flags & IFF_LOOPBACK) != 0 || (each->ifa_flags & IFF_UP) == 0) continue;
+    char text[INET_ADDRSTRLEN] = "";
+    const auto* address = reinterpret_cast<const sockaddr_in*>(each->ifa_addr);
+    if (::inet_ntop(AF_INET, &address->sin_addr, text, sizeof(text)) != nullptr) return text;
+  }
+  return "";
+}
 
 StorePtr rendezvous(const std::string& init_method, const RankEnvironment& self, std::chrono::milliseconds timeout) {
   const auto rest_after = [&](const char* scheme) -> std::optional<std::string> {

@@ -17,6 +17,12 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 /// c10::DistBackendError if it does not come about within `timeout`, c10::Error if the method is malformed.
 StorePtr rendezvous(const std::string& init_method, const RankEnvironment& self, std::chrono::milliseconds timeout);
 
+/// The host in "tcp://host:port"; throws c10::Error if there is none.
+std::string tcp_host(const std::string& init_method);
+
+/// An IPv4 address of this host that is not loopback; empty if it has none.
+std::string outside_address();
+
 /// The address of this host that packets to `peer` leave from; "127.0.0.1" if that cannot be found out.
 std::string address_towards(const std::string& peer);
 

@@ -23,10 +23,7 @@ class ThreadWork : public c10d::Work {
     return true;
   }
 
-  std::vector<at::Tensor> result() override {
-    const Call& call = meeting_->seats[rank_]->call;
-    return call.outputs.empty() ? call.inputs : call.outputs;
-  }
+  std::vector<at::Tensor> result() override { return meeting_->seats[rank_]->results; }
 
  private:
   const std::shared_ptr<ThreadHub> hub_;
@@ -38,22 +35,34 @@ class ThreadWork : public c10d::Work {
 struct RunSlot {
   std::mutex mutex;
   std::shared_ptr<ThreadRun> run;
+  int rank = 0;
 };
 
 }  // namespace
 
 ThreadRun::ThreadRun(std::shared_ptr<ThreadSchedule> schedule) : schedule_(std::move(schedule)) {}
 
+std::vector<std::shared_ptr<ThreadHub>> ThreadRun::hubs() {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::shared_ptr<ThreadHub>> alive;
+  for (const auto& weak : hubs_) {
+    if (auto hub = weak.lock()) alive.push_back(std::move(hub));
+  }
+  return alive;
+}
+
 void ThreadRun::abort(const std::string& reason) {
-  std::vector<std::shared_ptr<ThreadHub>> hubs;
   {
     const std::lock_guard lock(mutex_);
     if (abort_reason_.empty()) abort_reason_ = reason;
-    for (const auto& weak : hubs_) {
-      if (auto hub = weak.lock()) hubs.push_back(std::move(hub));
-    }
   }
-  for (const auto& hub : hubs) hub->abort(reason);
+  for (const auto& hub : hubs()) hub->abort(reason);
+}
+
+std::string ThreadRun::describe_pending() {
+  std::string text;
+  for (const auto& hub : hubs()) text += hub->describe_pending();
+  return text;
 }
 
 void ThreadRun::throw_if_aborted(const std::string& context) {
@@ -68,14 +77,17 @@ std::shared_ptr<ThreadRun> ThreadRun::current() {
   return slot.run;
 }
 
-void ThreadRun::enter(std::shared_ptr<ThreadRun> run) {
+int ThreadRun::current_rank() {
+  auto& slot = rank_local<RunSlot>();
+  const std::lock_guard lock(slot.mutex);
+  return slot.rank;
+}
+
+void ThreadRun::enter(std::shared_ptr<ThreadRun> run, int rank) {
   auto& slot = rank_local<RunSlot>();
   const std::lock_guard lock(slot.mutex);
   slot.run = std::move(run);
-}
-
-std::string describe_pending(const ThreadHub& hub) {
-  return hub.describe_pending();
+  slot.rank = rank;
 }
 
 ThreadBackend::ThreadBackend(const std::string& hub_key, int rank, int size, const std::string& group_name,
@@ -91,7 +103,7 @@ void ThreadBackend::abort() {
 CallBackend::WorkPtr ThreadBackend::submit(Call call) {
   const uint64_t sequence = next_sequence_++;
   const auto timeout = call.timeout;
-  auto meeting = hub_->arrive(rank_, sequence, std::move(call));
+  auto meeting = hub_->arrive(rank_, sequence, call);
   return c10::make_intrusive<ThreadWork>(hub_, std::move(meeting), rank_, sequence, timeout);
 }
 

@@ -27,7 +27,7 @@ class PeerFailure : public c10::DistBackendError {
 class ThreadSchedule {
  public:
   virtual ~ThreadSchedule() = default;
-  /// Called on the rank's thread before it takes its seat, and before it waits.
+  /// Called on the rank's thread before it takes its seat, and before it waits. `rank` is its rank in the world.
   virtual void pause(int /*rank*/) {}
   /// True if the outputs shall appear only in wait(), and hold garbage until then, so that a missing wait is seen.
   virtual bool completes_late(int /*rank*/) { return false; }
@@ -48,22 +48,26 @@ class ThreadRun {
 
   ThreadSchedule& schedule() { return *schedule_; }
 
+  /// What the ranks of the run wait for, one line per open collective, for hang reports. Empty if nobody waits.
+  std::string describe_pending();
+
   /// The run of the calling rank; one of its own for a process that is a rank.
   static std::shared_ptr<ThreadRun> current();
-  /// Makes `run` the one of the calling rank.
-  static void enter(std::shared_ptr<ThreadRun> run);
+  /// The calling rank's number in that run's world, whatever group it uses.
+  static int current_rank();
+  /// Makes `run` the one of the calling rank, which is `rank` in its world.
+  static void enter(std::shared_ptr<ThreadRun> run, int rank);
 
  private:
   friend class ThreadHub;
   const std::shared_ptr<ThreadSchedule> schedule_;
 
+  std::vector<std::shared_ptr<ThreadHub>> hubs();
+
   std::mutex mutex_;
   std::vector<std::weak_ptr<ThreadHub>> hubs_;
   std::string abort_reason_;
 };
-
-/// What the ranks of a group are doing, for hang reports: "collective #3: waiting for ranks 1, 2 in all_reduce(…)".
-std::string describe_pending(const ThreadHub& hub);
 
 class ThreadBackend : public CallBackend {
  public:
@@ -72,7 +76,6 @@ class ThreadBackend : public CallBackend {
                 std::chrono::milliseconds timeout);
   ~ThreadBackend() override;
 
-  const ThreadHub& hub() const { return *hub_; }
   void abort() override;
 
  protected:

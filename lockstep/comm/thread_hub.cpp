@@ -97,8 +97,7 @@ void complete_future(Seat& seat, const std::exception_ptr& error) {
     seat.future->setErrorIfNeeded(error);
   } else {
     deliver(seat);
-    const auto& results = seat.call.outputs.empty() ? seat.call.inputs : seat.call.outputs;
-    seat.future->markCompleted(c10::IValue(results));
+    seat.future->markCompleted(c10::IValue(seat.results));
   }
 }
 
@@ -114,6 +113,8 @@ std::shared_ptr<ThreadHub> ThreadHub::attach(const std::string& key, int size, c
   bool is_new = false;
   {
     const std::lock_guard lock(pending.mutex);
+    // Groups whose ranks failed before all had come leave their hub here with nobody else holding it.
+    std::erase_if(pending.hubs, [](const auto& item) { return item.second.first.use_count() == 1; });
     auto& [slot, attached] = pending.hubs[key];
     is_new = slot == nullptr;
     if (is_new) slot = std::make_shared<ThreadHub>(size, group_name, run);
@@ -124,6 +125,7 @@ std::shared_ptr<ThreadHub> ThreadHub::attach(const std::string& key, int size, c
     std::string reason;
     {
       const std::lock_guard lock(run->mutex_);
+      std::erase_if(run->hubs_, [](const auto& weak) { return weak.expired(); });
       run->hubs_.push_back(hub);
       reason = run->abort_reason_;
     }
@@ -159,10 +161,10 @@ void ThreadHub::finish(Meeting& meeting, std::exception_ptr error) {
   for (Seat* seat : with_future) complete_future(*seat, meeting.error);
 }
 
-std::shared_ptr<Meeting> ThreadHub::arrive(int rank, uint64_t sequence, Call call) {
-  run_->schedule().pause(rank);
-  Seat seat{.call = std::move(call), .undelivered = {}, .ready = nullptr, .future = nullptr};
-  if (run_->schedule().completes_late(rank)) make_late(seat, rank);
+std::shared_ptr<Meeting> ThreadHub::arrive(int rank, uint64_t sequence, const Call& call) {
+  run_->schedule().pause(ThreadRun::current_rank());
+  Seat seat{.call = call, .results = call.results(), .undelivered = {}, .ready = nullptr, .future = nullptr};
+  if (run_->schedule().completes_late(ThreadRun::current_rank())) make_late(seat, rank);
   seat.ready = record(accelerator_of(seat.call));
 
   std::shared_ptr<Meeting> meeting;
@@ -210,10 +212,9 @@ std::shared_ptr<Meeting> ThreadHub::arrive(int rank, uint64_t sequence, Call cal
 }
 
 void ThreadHub::wait(Meeting& meeting, int rank, uint64_t sequence, std::chrono::milliseconds timeout) {
-  run_->schedule().pause(rank);
+  run_->schedule().pause(ThreadRun::current_rank());
   std::unique_lock lock(mutex_);
-  const auto is_over = [&] { return meeting.is_done || !abort_reason_.empty(); };
-  if (!changed_.wait_for(lock, timeout, is_over)) {
+  if (!changed_.wait_for(lock, timeout, [&] { return meeting.is_done; })) {
     const auto missing = missing_ranks(meeting);
     const auto what = meeting.seats[rank]->call.describe();
     lock.unlock();
@@ -223,12 +224,15 @@ void ThreadHub::wait(Meeting& meeting, int rank, uint64_t sequence, std::chrono:
     finish(meeting, std::make_exception_ptr(c10::DistBackendError(text)));
     lock.lock();
   }
-  if (!meeting.is_done) throw PeerFailure(str(where(rank, sequence), " was given up: ", abort_reason_));
   lock.unlock();
   if (meeting.error) std::rethrow_exception(meeting.error);
   Seat& seat = *meeting.seats[rank];
   if (meeting.finished) meeting.finished->block(current_stream(*accelerator_of(seat.call)));
-  if (!seat.future) deliver(seat);
+  if (seat.future) {
+    seat.future->wait();  // it delivers
+  } else {
+    deliver(seat);
+  }
 }
 
 bool ThreadHub::is_done(const Meeting& meeting) const {
@@ -252,11 +256,16 @@ c10::intrusive_ptr<c10::ivalue::Future> ThreadHub::future(Meeting& meeting, int 
 }
 
 void ThreadHub::abort(const std::string& reason) {
+  std::map<uint64_t, std::shared_ptr<Meeting>> given_up;
   {
     const std::lock_guard lock(mutex_);
     if (abort_reason_.empty()) abort_reason_ = reason;
+    given_up.swap(open_meetings_);
   }
-  changed_.notify_all();
+  for (const auto& [sequence, meeting] : given_up) {
+    finish(*meeting, std::make_exception_ptr(PeerFailure(str("[lockstep/comm] collective #", sequence, " on group '",
+                                                             group_name_, "' was given up: ", reason))));
+  }
 }
 
 std::string ThreadHub::describe_pending() const {
@@ -265,7 +274,7 @@ std::string ThreadHub::describe_pending() const {
   for (const auto& [sequence, meeting] : open_meetings_) {
     for (const auto& seat : meeting->seats) {
       if (!seat) continue;
-      text += str("group '", group_name_, "', collective #", sequence, ", ", seat->call.describe(),
+      text += str("  group '", group_name_, "', collective #", sequence, ", ", seat->call.describe(),
                   ": waiting for rank ", join(missing_ranks(*meeting), ", "), "\n");
       break;
     }

@@ -23,6 +23,8 @@ namespace lockstep {
 /// One rank's part in one collective.
 struct Seat {
   Call call;
+  /// The caller's own tensors, also when the call works on buffers.
+  std::vector<at::Tensor> results;
   /// Late completion: buffers the operation works on, and the tensors they are delivered to in wait().
   std::vector<std::pair<at::Tensor, at::Tensor>> undelivered;
   /// Accelerator tensors: what the rank had enqueued when it called.
@@ -48,7 +50,7 @@ class ThreadHub : public std::enable_shared_from_this<ThreadHub> {
 
   /// Takes rank's seat in meeting `sequence`, and runs the operation if it was the last free one. Does not block on
   /// others.
-  std::shared_ptr<Meeting> arrive(int rank, uint64_t sequence, Call call);
+  std::shared_ptr<Meeting> arrive(int rank, uint64_t sequence, const Call& call);
   /// Blocks until the operation ran, then delivers. Throws its error, PeerFailure, or a timeout that names missing
   /// ranks.
   void wait(Meeting& meeting, int rank, uint64_t sequence, std::chrono::milliseconds timeout);

@@ -58,14 +58,7 @@ at::Tensor reduce(const Pieces& parts, ReduceOp op) {
         TORCH_CHECK(false, "reduction ", name_of(op), " is not supported among threads");
     }
   }
-  if (op == ReduceOp::AVG) {
-    const auto count = static_cast<int64_t>(parts.size());
-    if (c10::isIntegralType(wide, /*includeBool=*/true)) {
-      total.div_(count, "trunc");
-    } else {
-      total.div_(count);
-    }
-  }
+  if (op == ReduceOp::AVG) divide_by_ranks({total}, static_cast<int64_t>(parts.size()));
   return is_half ? total.to(dtype) : total;
 }
 
@@ -84,8 +77,14 @@ void all_reduce(const std::vector<const Call*>& calls) {
 }
 
 void all_gather(const std::vector<const Call*>& calls, std::size_t i, const std::vector<Pieces>& outputs) {
-  for (const Pieces& pieces : outputs) {
-    for (std::size_t from = 0; from < calls.size(); ++from) write(pieces[from], calls[from]->inputs[i]);
+  for (std::size_t to = 0; to < outputs.size(); ++to) {
+    const Pieces& pieces = outputs[to];
+    for (std::size_t from = 0; from < calls.size(); ++from) {
+      const at::Tensor& given = calls[from]->inputs[i];
+      TORCH_CHECK(pieces[from].numel() == given.numel(), "rank ", from, " gives ", describe(given), ", but rank ", to,
+                  " expects ", describe(pieces[from]), " from it");
+      write(pieces[from], given);
+    }
   }
 }
 
@@ -164,25 +163,15 @@ void perform(const std::vector<const Call*>& calls) {
 
 namespace {
 
-bool is_reduction(CallKind kind) {
-  return kind == CallKind::kAllReduce || kind == CallKind::kReduce || kind == CallKind::kReduceScatter ||
-         kind == CallKind::kReduceScatterSingle;
-}
-
-bool has_root(CallKind kind) {
-  return kind == CallKind::kReduce || kind == CallKind::kBroadcast || kind == CallKind::kGather ||
-         kind == CallKind::kScatter;
-}
-
 /// Kinds whose inputs must be alike on all ranks. The others are checked piece by piece when data moves.
 bool has_equal_inputs(CallKind kind) {
   return is_reduction(kind) || kind == CallKind::kBroadcast || kind == CallKind::kAllGatherSingle ||
          kind == CallKind::kGather;
 }
 
-/// The dtype that travels; a rank may give nothing (scatter) and still receive.
+/// The dtype that travels.
 std::optional<at::ScalarType> dtype_of(const Call& call) {
-  const auto& tensors = call.inputs.empty() ? call.outputs : call.inputs;
+  const auto& tensors = call.subjects();
   if (tensors.empty()) return std::nullopt;
   return tensors[0].scalar_type();
 }

@@ -15,16 +15,12 @@ namespace lockstep {
 struct World::State {
   RankEnvironment place;
   c10::Device device;
+  bool is_device_given;
   StorePtr store;
   GroupPtr group;
 };
 
 namespace {
-
-int gpu_count() {
-  if (!c10::impl::hasDeviceGuardImpl(c10::kCUDA)) return 0;
-  return c10::impl::getDeviceGuardImpl(c10::kCUDA)->deviceCount();
-}
 
 RankEnvironment place_of(const InitOptions& options) {
   const bool has_rank = options.rank >= 0;
@@ -50,9 +46,29 @@ RankEnvironment place_of(const InitOptions& options) {
   place.launcher = "options";
   place.rank = options.rank;
   place.world_size = options.world_size;
+  const auto local_world_size = env_integer(env, "LOCAL_WORLD_SIZE");
+  place.knows_hosts = local_world_size.has_value() || options.world_size == 1;
   place.local_rank = static_cast<int>(env_integer(env, "LOCAL_RANK").value_or(options.rank));
-  place.local_world_size = static_cast<int>(env_integer(env, "LOCAL_WORLD_SIZE").value_or(options.world_size));
+  place.local_world_size = static_cast<int>(local_world_size.value_or(options.world_size));
+  if (options.init_method.starts_with("tcp://")) place.master_addr = tcp_host(options.init_method);
   return place;
+}
+
+/// The address the other ranks reach this one at.
+std::string own_address(const RankEnvironment& place) {
+  if (place.knows_hosts && place.local_world_size == place.world_size) return "127.0.0.1";
+  auto address = address_towards(place.master_addr);
+  // Distributions map the host's own name to a loopback address, which would send the other hosts to themselves.
+  const bool is_loopback = address.starts_with("127.") || address == "::1";
+  if (place.knows_hosts && is_loopback) {
+    const auto outside = outside_address();
+    TORCH_CHECK(!outside.empty(), "[lockstep/comm] rank ", place.rank, " of ", place.world_size, ": '",
+                place.master_addr, "' leads to ", address,
+                ", where other hosts cannot reach this one, and there is no other address. "
+                "Set MASTER_ADDR to an address, or GLOO_SOCKET_IFNAME to the interface.");
+    address = outside;
+  }
+  return address;
 }
 
 c10::Device device_for(const InitOptions& options, const RankEnvironment& place) {
@@ -93,6 +109,9 @@ int World::restart_count() const {
 c10::Device World::device() const {
   return state_->device;
 }
+bool World::is_device_given() const {
+  return state_->is_device_given;
+}
 const GroupPtr& World::group() const {
   return state_->group;
 }
@@ -101,6 +120,11 @@ const StorePtr& World::store() const {
 }
 const std::string& World::launcher() const {
   return state_->place.launcher;
+}
+
+int gpu_count() {
+  if (!c10::impl::hasDeviceGuardImpl(c10::kCUDA)) return 0;
+  return c10::impl::getDeviceGuardImpl(c10::kCUDA)->deviceCount();
 }
 
 World init(const InitOptions& options) {
@@ -114,20 +138,22 @@ World init(const InitOptions& options) {
   // Misuse is refused before anybody is contacted.
   parse_backend_spec(backend);
   const StorePtr meeting = options.store ? options.store : rendezvous(options.init_method, place, options.timeout);
-  const bool is_one_host = place.local_world_size == place.world_size;
+  // A store may outlive a world, torchrun's does: every init() on it gets keys of its own. Ranks count alike.
+  const auto generation = place.world_size == 1 ? 0 : meeting->add(str("lockstep/init/", place.rank), 1);
   auto group = detail::connect_group({
-      .store = c10::make_intrusive<c10d::PrefixStore>("world", meeting),
+      .store = c10::make_intrusive<c10d::PrefixStore>(str("world/", generation), meeting),
       .rank = place.rank,
       .size = place.world_size,
       .name = "world",
       .global_ranks = detail::first_ranks(place.world_size),
       .timeout = options.timeout,
       .backend_spec = backend,
-      .address = is_one_host ? "127.0.0.1" : address_towards(place.master_addr),
+      .address = own_address(place),
   });
   auto state = std::make_shared<const World::State>(World::State{
       .place = place,
       .device = device,
+      .is_device_given = options.device.has_value(),
       .store = c10::make_intrusive<c10d::PrefixStore>("user", meeting),
       .group = std::move(group),
   });

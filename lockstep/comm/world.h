@@ -42,6 +42,8 @@ class World {
   /// How often the launcher has restarted the job.
   int restart_count() const;
   c10::Device device() const;
+  /// True if InitOptions::device chose it, false if init() did.
+  bool is_device_given() const;
   const GroupPtr& group() const;
   /// For this program's own use: its keys do not meet the library's.
   const StorePtr& store() const;
@@ -62,6 +64,9 @@ class World {
 /// ranks of the job; alone it contacts nobody. Throws std::invalid_argument for a broken environment, c10::Error for
 /// bad options or if this rank already has a world, c10::DistBackendError naming ranks that do not come in time.
 [[nodiscard]] World init(const InitOptions& options = {});
+
+/// CUDA devices this process can see.
+int gpu_count();
 
 /// The world init() made, while a copy of it lives.
 std::optional<World> current_world();

@@ -69,7 +69,9 @@ void set_device_for_mesh(const World& world, const std::string& device_type) {
   if (!choice) return;
   auto index = choice->index;
   // The device given to init() is the process's choice, though nothing has run there yet.
-  if (world.device().type() == kind && world.device().has_index()) index = world.device().index();
+  if (world.is_device_given() && world.device().type() == kind && world.device().has_index()) {
+    index = world.device().index();
+  }
   if (choice->is_guess && count > 1) {
     TORCH_WARN("[lockstep/mesh] rank ", world.rank(), " of ", world.world_size(), ": no ", device_type,
                " device was chosen and LOCAL_RANK is not set, so the mesh takes device ", index,

@@ -7,6 +7,7 @@
 
 #include "lockstep/base/str.h"
 #include "lockstep/comm/call.h"
+#include "lockstep/comm/thread_backend.h"
 
 namespace lockstep::testing {
 
@@ -41,7 +42,13 @@ void check_equal(const std::string& name, const at::Tensor& actual, const at::Te
   const auto wide = at::isComplexType(actual.scalar_type()) ? at::kComplexDouble : at::kDouble;
   const auto got = actual.detach().cpu().to(wide).reshape({-1});
   const auto wanted = expected.detach().cpu().to(wide).reshape({-1});
-  if (at::isclose(got, wanted, tolerance.relative, tolerance.absolute, /*equal_nan=*/true).all().item<bool>()) return;
+  // Doubles cannot tell large integers apart.
+  const bool are_integers =
+      at::isIntegralType(actual.scalar_type(), true) && at::isIntegralType(expected.scalar_type(), true);
+  if (are_integers) {
+    if (actual.detach().cpu().to(at::kLong).equal(expected.detach().cpu().to(at::kLong))) return;
+  } else if (at::isclose(got, wanted, tolerance.relative, tolerance.absolute, /*equal_nan=*/true).all().item<bool>())
+    return;
   const auto distance = (got - wanted).abs().nan_to_num(INFINITY, INFINITY);
   const auto worst = distance.argmax().item<int64_t>();
   throw CheckFailure(lockstep::str(name, ": largest difference ", distance[worst].item<double>(), " at element ", worst,
@@ -62,6 +69,8 @@ std::string expect_error(const std::function<void()>& action, const std::vector<
   std::string message;
   try {
     action();
+  } catch (const PeerFailure&) {
+    throw;  // another rank failed; this one has nothing to say
   } catch (const c10::Error& error) {
     message = error.what_without_backtrace();
   } catch (const std::exception& error) {

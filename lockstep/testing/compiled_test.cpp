@@ -55,6 +55,7 @@ void compiled_test(const World& world, const std::function<void(const std::strin
     } else if (const auto found = compiler()) {
       const Compiling scope(*found, options.type_filter);
       body(mode);
+      barrier(world.group());  // rank threads share the compiler: nobody may switch it off while another still runs
     } else {
       TORCH_WARN("[lockstep/testing] no unit compiler is registered: the test runs eagerly only");
     }

@@ -10,7 +10,6 @@
 #include "lockstep/comm/barrier.h"
 #include "lockstep/testing/rank_job.h"
 #include "lockstep/testing/rank_process.h"
-#include "lockstep/testing/seeds.h"
 #include "lockstep/testing/temp_dir.h"
 
 namespace lockstep::testing {
@@ -46,16 +45,28 @@ class ContinuousRanks::Parent {
     job_options.timeout.reset();
     job_ = std::make_unique<Job>(std::move(job_options));
     watcher_ = std::thread([this] {
-      result_ = job_->run();
+      try {
+        result_ = job_->run();
+      } catch (const std::exception& error) {
+        start_problem_ = error.what();
+      }
       has_ended_ = true;
     });
   }
 
   ~Parent() {
+    const auto wait_for_end = [&](std::chrono::milliseconds limit) {
+      const auto deadline = std::chrono::steady_clock::now() + limit;
+      while (!has_ended_ && std::chrono::steady_clock::now() < deadline) std::this_thread::sleep_for(kPoll);
+    };
     if (broken_by_.empty()) {
       write(*store_, turn_key(turn_), kEnd);
-    } else {
+      wait_for_end(std::chrono::seconds(20));
+    }
+    // The first asks, the second kills.
+    for (int i = 0; i < 2 && !has_ended_; ++i) {
       job_->interrupt(SIGTERM);
+      wait_for_end(std::chrono::seconds(10));
     }
     watcher_.join();
   }
@@ -78,6 +89,7 @@ class ContinuousRanks::Parent {
         broken_by_ = test;
         while (!has_ended_) std::this_thread::sleep_for(kPoll);
         report = detail::report_of(result_, options_);
+        if (!start_problem_.empty()) report.problem = start_problem_;
         if (is_late) report.problem = str(test, " did not end within ", options_.timeout.count(), " ms");
         if (report.has_passed()) report.problem = str("the ranks ended before ", test, " was over");
         return report;
@@ -105,7 +117,8 @@ class ContinuousRanks::Parent {
   std::string broken_by_;  // the test that failed; empty while all is well
 
   std::thread watcher_;
-  JobResult result_;  // written before has_ended_ is set
+  JobResult result_;           // both written before has_ended_ is set
+  std::string start_problem_;  // why the ranks could not be run
   std::atomic<bool> has_ended_ = false;
 };
 
@@ -134,8 +147,7 @@ class ContinuousRanks::Rank {
     const auto outcome = detail::run_guarded(
         [&] {
           barrier(world_->group());
-          reseed_rank();
-          body(*world_);
+          run_body(options_, *world_, body);
           barrier(world_->group());
         },
         &skip_code_);

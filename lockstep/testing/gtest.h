@@ -20,6 +20,7 @@
 #include "lockstep/testing/continuous.h"
 #include "lockstep/testing/process_ranks.h"
 #include "lockstep/testing/skip.h"
+#include "lockstep/testing/subtests.h"
 #include "lockstep/testing/thread_ranks.h"
 
 namespace lockstep::testing {
@@ -55,6 +56,20 @@ inline void report_to_gtest(const RunReport& report) {
   EXPECT_TRUE(report.has_passed()) << report.describe();
 }
 
+/// run_subtests() whose EXPECT_* failures show the values too.
+inline void run_subtests_in_gtest(const World& world,
+                                  const std::vector<std::pair<std::string, std::vector<SubtestValue>>>& values,
+                                  const std::function<void(const Subtest& subtest)>& body,
+                                  const SubtestOptions& options = {}) {
+  run_subtests(
+      world, values,
+      [&](const Subtest& subtest) {
+        const ::testing::ScopedTrace trace(__FILE__, __LINE__, "subtest " + subtest.describe());
+        body(subtest);
+      },
+      options);
+}
+
 inline void run_threads_in_gtest(const RunOptions& options, const RankBody& body) {
   report_to_gtest(run_threads(options, with_gtest_results(body)));
 }
@@ -65,11 +80,18 @@ inline std::string current_test_name() {
   return std::string(test->test_suite_name()) + "." + test->name();
 }
 
+/// GoogleTest's own variables: shards, filters and reports are the parent's business.
+inline std::vector<std::string> gtest_variables() {
+  return {"GTEST_TOTAL_SHARDS", "GTEST_SHARD_INDEX", "GTEST_SHARD_STATUS_FILE", "GTEST_FILTER", "GTEST_REPEAT",
+          "GTEST_SHUFFLE",      "GTEST_OUTPUT",      "GTEST_FAIL_FAST",         "GTEST_BRIEF"};
+}
+
 /// How a fresh process comes to the current test. `label` tells several calls in one test apart.
 inline ProcessCall call_from_gtest(const std::string& label = "") {
   const auto name = current_test_name();
   return {.name = name + (label.empty() ? "" : "#" + label),
-          .arguments = {"--gtest_filter=" + name, "--gtest_brief=1"}};
+          .arguments = {"--gtest_filter=" + name, "--gtest_brief=1"},
+          .unset = gtest_variables()};
 }
 
 inline RunReport run_processes_from_gtest(const RunOptions& options, const RankBody& body,
@@ -90,13 +112,18 @@ class ContinuousTest : public ::testing::Test {
 
   static void SetUpTestSuite() {
     const auto* suite = ::testing::UnitTest::GetInstance()->current_test_suite();
-    // The rank walks through the same tests as the parent: same suite, same filter.
+    if (ranks()) return;  // a rank process on its next round
+    // A rank goes round and round through the suite until the parent says it is over, so filters and shuffling do not
+    // matter.
     ranks() = std::make_unique<ContinuousRanks>(
-        Suite::options(),
-        ProcessCall{.name = suite->name(),
-                    .arguments = {"--gtest_filter=" + std::string(suite->name()) + ".*", "--gtest_brief=1"}});
+        Suite::options(), ProcessCall{.name = suite->name(),
+                                      .arguments = {"--gtest_filter=" + std::string(suite->name()) + ".*",
+                                                    "--gtest_brief=1", "--gtest_repeat=-1"},
+                                      .unset = gtest_variables()});
   }
-  static void TearDownTestSuite() { ranks().reset(); }
+  static void TearDownTestSuite() {
+    if (!is_rank_process()) ranks().reset();
+  }
 
  protected:
   /// Call it from the test body itself: a skip returns from here, not from the test.

@@ -32,13 +32,12 @@ class MemoryProbe::Counter : public c10::MemoryReportingInfoBase {
   void reportMemoryUsage(void* ptr, int64_t alloc_size, size_t, size_t, c10::Device) override {
     const std::lock_guard lock(mutex_);
     if (alloc_size > 0) {
+      forget(ptr);  // freed where we did not see it
       blocks_[ptr] = {alloc_size, current_label};
       add(total_, alloc_size);
       add(by_label_[current_label], alloc_size);
-    } else if (const auto found = blocks_.find(ptr); found != blocks_.end()) {
-      add(total_, -found->second.first);
-      add(by_label_[found->second.second], -found->second.first);
-      blocks_.erase(found);
+    } else {
+      forget(ptr);
     }
   }
   bool memoryProfilingEnabled() const override { return true; }
@@ -58,6 +57,14 @@ class MemoryProbe::Counter : public c10::MemoryReportingInfoBase {
   }
 
  private:
+  void forget(void* ptr) {
+    const auto found = blocks_.find(ptr);
+    if (found == blocks_.end()) return;
+    add(total_, -found->second.first);
+    add(by_label_[found->second.second], -found->second.first);
+    blocks_.erase(found);
+  }
+
   mutable std::mutex mutex_;  // memory may be freed by another thread
   std::unordered_map<void*, std::pair<int64_t, Label>> blocks_;
   MemoryUse total_;

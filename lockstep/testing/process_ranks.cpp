@@ -53,6 +53,7 @@ JobOptions rank_job(const RunOptions& options, const ProcessCall& call, const st
         {"LOCAL_WORLD_SIZE", std::to_string(options.world_size)},
         {"OMP_NUM_THREADS", "1"},
     };
+    for (const auto& name : call.unset) spec.environment[name] = std::nullopt;
     job.ranks.push_back(std::move(spec));
   }
   return job;
@@ -82,7 +83,8 @@ RankOutcome outcome_of(const RankResult& rank, bool was_alive_at_timeout, std::o
     return {RankOutcome::Kind::kFailed,
             str("expected exit code ", *expected_code, ", got ", rank.status.describe(), "\n", text)};
   }
-  if (rank.status.ok()) return {RankOutcome::Kind::kPassed, ""};
+  if (rank.status.ok() && text == kPassedMark) return {RankOutcome::Kind::kPassed, ""};
+  if (rank.status.ok()) return {RankOutcome::Kind::kFailed, "it ended with code 0, but did not finish the test's body"};
   if (rank.status.code && is_skip_code(*rank.status.code)) return {RankOutcome::Kind::kSkipped, text};
   const bool is_plain_failure = rank.status.code == kFailedExitCode && !text.empty();
   return {RankOutcome::Kind::kFailed,
@@ -121,7 +123,7 @@ RunReport run_processes(RunOptions options, const ProcessCall& call, const RankB
     const auto outcome = detail::run_guarded(
         [&] {
           world.emplace(detail::join_world(*self, options));
-          body(*world);
+          run_body(options, *world, body);
           barrier(world->group());
           world.reset();
         },

@@ -16,6 +16,8 @@ struct ProcessCall {
   std::string name;
   /// Arguments after the program's name that make a fresh process come here.
   std::vector<std::string> arguments;
+  /// Variables that would lead it elsewhere; removed from its environment.
+  std::vector<std::string> unset = {};
 };
 
 /// In the parent: starts the ranks, waits, reports. In a rank's process: runs `body` if the call's name is the rank's,

@@ -16,7 +16,6 @@
 #include "lockstep/comm/barrier.h"
 #include "lockstep/launch/job.h"
 #include "lockstep/testing/event_tail.h"
-#include "lockstep/testing/seeds.h"
 #include "lockstep/testing/skip.h"
 
 namespace lockstep::testing::detail {
@@ -66,7 +65,6 @@ World join_world(const RankIdentity& self, const RunOptions& options) {
     c10::impl::VirtualGuardImpl(world.device().type()).setDevice(world.device());
   }
   barrier(world.group());
-  reseed_rank();
   return world;
 }
 
@@ -98,7 +96,7 @@ void send_report(const RankIdentity& self, const std::string& text) {
 }
 
 void end_process(const RankIdentity& self, const RankOutcome& outcome, std::optional<int> skip_code) {
-  send_report(self, outcome.text);
+  send_report(self, outcome.kind == RankOutcome::Kind::kPassed ? kPassedMark : outcome.text);
   std::fflush(nullptr);
   std::cout.flush();
   const int code = outcome.kind == RankOutcome::Kind::kPassed ? 0 : skip_code.value_or(kFailedExitCode);

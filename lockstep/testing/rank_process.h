@@ -12,6 +12,8 @@ inline constexpr char kCallVariable[] = "LOCKSTEP_TEST_CALL";
 inline constexpr char kRankVariable[] = "LOCKSTEP_TEST_RANK";
 inline constexpr char kWorldSizeVariable[] = "LOCKSTEP_TEST_WORLD_SIZE";
 inline constexpr char kStoreVariable[] = "LOCKSTEP_TEST_STORE";
+/// What a rank sends when it passed: an exit code of 0 alone may mean that the body never ran.
+inline constexpr char kPassedMark[] = "--passed--";
 /// Separates a rank's error text from where it was when it was stopped.
 inline constexpr char kStoppedMark[] = "\n--stopped--\n";
 

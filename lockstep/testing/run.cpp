@@ -1,13 +1,14 @@
 #include "lockstep/testing/run.h"
 
-#include <c10/core/impl/DeviceGuardImplInterface.h>
-
 #include <algorithm>
 #include <sstream>
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/str.h"
 #include "lockstep/comm/backend_registry.h"
+#include "lockstep/comm/thread_backend.h"
+#include "lockstep/testing/reset.h"
+#include "lockstep/testing/seeds.h"
 #include "lockstep/testing/skip.h"
 
 namespace lockstep::testing {
@@ -30,6 +31,23 @@ RunOptions with_defaults(RunOptions options, bool as_processes) {
     if (const auto seed = env_integer(env, "LOCKSTEP_CHAOS_SEED")) options.chaos_seed = static_cast<uint64_t>(*seed);
   }
   return options;
+}
+
+void run_body(const RunOptions& options, const World& world, const RankBody& body) {
+  reset_all();
+  if (options.set_up) options.set_up(world);
+  reseed_rank();
+  std::exception_ptr failure;
+  try {
+    body(world);
+  } catch (const PeerFailure&) {
+    throw;
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  if (options.tear_down) options.tear_down(world);
+  reset_all();
+  if (failure) std::rethrow_exception(failure);
 }
 
 bool RunReport::has_passed() const {

@@ -14,6 +14,9 @@
 
 namespace lockstep::testing {
 
+/// What each rank runs.
+using RankBody = std::function<void(const World& world)>;
+
 struct RunOptions {
   /// 0: one per GPU, at most 8; 4 without GPUs.
   int world_size = 0;
@@ -30,10 +33,10 @@ struct RunOptions {
   /// Processes only: the code every rank shall end with, for tests of failures. A rank killed by signal s counts as 128
   /// + s.
   std::optional<int> expected_exit_code = std::nullopt;
+  /// Run on every rank before and after the body; the second also if the body failed, unless the rank was stopped.
+  RankBody set_up = nullptr;
+  RankBody tear_down = nullptr;
 };
-
-/// What each rank runs.
-using RankBody = std::function<void(const World& world)>;
 
 /// Fails a test; carries the whole message.
 class CheckFailure : public std::runtime_error {
@@ -65,6 +68,10 @@ struct RunReport {
 
 /// Defaults filled in from the machine and the environment.
 RunOptions with_defaults(RunOptions options, bool as_processes);
+
+/// What a rank does between joining and leaving its world, in either harness: reset, set-up, seed, `body`, tear-down,
+/// reset.
+void run_body(const RunOptions& options, const World& world, const RankBody& body);
 
 /// Fills report.problem if the ranks did not end alike.
 void judge(RunReport& report);

@@ -1,15 +1,12 @@
 #include "lockstep/testing/skip.h"
 
-#include <c10/core/impl/DeviceGuardImplInterface.h>
-
 #include "lockstep/base/str.h"
 #include "lockstep/comm/backend_registry.h"
 
 namespace lockstep::testing {
 
 int device_count() {
-  if (!c10::impl::hasDeviceGuardImpl(c10::kCUDA)) return 0;
-  return c10::impl::getDeviceGuardImpl(c10::kCUDA)->deviceCount();
+  return gpu_count();
 }
 
 void skip_unless_backend(const std::string& name) {

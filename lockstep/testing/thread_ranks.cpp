@@ -17,7 +17,6 @@
 #include "lockstep/comm/thread_backend.h"
 #include "lockstep/testing/chaos.h"
 #include "lockstep/testing/event_tail.h"
-#include "lockstep/testing/seeds.h"
 #include "lockstep/testing/skip.h"
 
 namespace lockstep::testing {
@@ -52,7 +51,8 @@ class ThreadRanks {
   void run_rank(int rank);
   void run_body(int rank);
   void fail(int rank, const std::string& text);
-  /// Last events and stacks of all ranks that still run, `self` excepted. REQUIRES: mutex_ not held.
+  /// What is pending, the last events of all ranks, and the stacks of those that still run. `self` is the asking rank,
+  /// or -1. REQUIRES: mutex_ not held.
   std::string whereabouts(int self);
 
   const RunOptions options_;
@@ -83,14 +83,13 @@ void ThreadRanks::run_body(int rank) {
                             .init_method = meeting_point_,
                             .rank = rank,
                             .world_size = options_.world_size});
-  reseed_rank();
-  body_(world);
+  testing::run_body(options_, world, body_);
 }
 
 void ThreadRanks::run_rank(int rank) {
   Rank& self = *ranks_[rank];
   const EnterRank enter(self.scope);
-  ThreadRun::enter(run_);
+  ThreadRun::enter(run_, rank);
   {
     const ObserverScope observe(self.tail);
     try {
@@ -124,16 +123,17 @@ void ThreadRanks::run_rank(int rank) {
 
 std::string ThreadRanks::whereabouts(int self) {
   const std::lock_guard one_at_a_time(report_mutex_);
-  std::string text;
+  const auto pending = run_->describe_pending();
+  std::string text = pending.empty() ? "" : "pending:\n" + pending;
   for (int rank = 0; rank < options_.world_size; ++rank) {
     Rank& other = *ranks_[rank];
+    text += str("rank ", rank, " did last:\n", other.tail.text());
     {
       const std::lock_guard lock(mutex_);
       if (rank == self || other.has_ended) continue;
     }
     const auto stack = stack_of(other.thread.native_handle());
-    text += str("rank ", rank, " did last:\n", other.tail.text(), "rank ", rank, " is at:\n",
-                stack.empty() ? "  (no answer)\n" : stack);
+    text += str("rank ", rank, " is at:\n", stack.empty() ? "  (no answer)\n" : stack);
   }
   return text;
 }

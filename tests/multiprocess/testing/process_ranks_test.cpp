@@ -8,6 +8,7 @@
 #include "lockstep/comm/backend_registry.h"
 #include "lockstep/lockstep.h"
 #include "lockstep/testing/gtest.h"
+#include "lockstep/testing/reset.h"
 #include "lockstep/testing/seeds.h"
 #include "lockstep/testing/temp_dir.h"
 
@@ -26,6 +27,51 @@ LOCKSTEP_PROCESS_TEST(ProcessRanks, AreFreshProcessesThatMeet, 3) {
   EXPECT_EQ(std::getenv("LOCKSTEP_TEST_RANK"), std::to_string(world.rank()));
   EXPECT_EQ(std::string(std::getenv("LOCKSTEP_TEST_CALL")), "ProcessRanks.AreFreshProcessesThatMeet");
   EXPECT_EQ(world.world_size(), 3);
+}
+
+// TEST-3: a rank's steps come in this order; the group works in set-up, body and tear-down.
+TEST(ProcessRanks, TakeTheirStepsInOrder) {
+  std::string steps;
+  const testing::ResetHook hook([&] { steps += "reset "; });
+  const auto step = [&](const char* name) {
+    return [&steps, name](const World& world) {
+      EXPECT_EQ(world.device().is_cpu(), testing::device_count() == 0);
+      barrier(world.group());
+      steps += std::string(name) + " ";
+    };
+  };
+  const auto report = run_processes_from_gtest(
+      {.world_size = 2,
+       .set_up = step("set-up"),
+       .tear_down =
+           [&](const World& world) {
+             step("tear-down")(world);
+             EXPECT_EQ(steps, "reset set-up body tear-down ");
+           }},
+      [&](const World& world) {
+        // Seeds come after set-up, so set-up cannot shift them.
+        EXPECT_TRUE(testing::rank_randn({3}).equal(at::randn({3}, at::detail::createCPUGenerator(testing::kTestSeed))));
+        step("body")(world);
+      });
+  EXPECT_TRUE(report.has_passed()) << report.describe();
+}
+
+// TEST-1, TEST-6: an exit code of 0 is no pass if the body did not run to its end.
+TEST(ProcessRanks, DoNotPassWithoutFinishingTheBody) {
+  const auto report = run_processes_from_gtest({.world_size = 2}, [](const World&) { std::exit(0); });
+  EXPECT_FALSE(report.has_passed());
+  EXPECT_THAT(report.describe(), HasSubstr("did not finish the test's body"));
+}
+
+// TEST-1: shards and filters of the parent do not reach the ranks.
+TEST(ProcessRanks, DoNotInheritTheFrameworksVariables) {
+  if (!testing::is_rank_process()) ::setenv("GTEST_SHARD_INDEX", "1", 1);
+  if (!testing::is_rank_process()) ::setenv("GTEST_TOTAL_SHARDS", "2", 1);
+  const auto report = run_processes_from_gtest(
+      {.world_size = 1}, [](const World&) { EXPECT_EQ(std::getenv("GTEST_TOTAL_SHARDS"), nullptr); });
+  ::unsetenv("GTEST_SHARD_INDEX");
+  ::unsetenv("GTEST_TOTAL_SHARDS");
+  EXPECT_TRUE(report.has_passed()) << report.describe();
 }
 
 // TEST-2: four ranks over gloo without GPUs, one per GPU with them.
@@ -101,6 +147,14 @@ TEST(ProcessRanks, SendTheErrorOfARankThatThrows) {
   EXPECT_THAT(report.ranks[2].text, HasSubstr("frame #0"));
   EXPECT_EQ(report.ranks[0].kind, RankOutcome::Kind::kStopped);
   EXPECT_EQ(report.ranks[1].kind, RankOutcome::Kind::kStopped);
+}
+
+// TEST-5: the exit code of a rank that throws is 10.
+TEST(ProcessRanks, EndWithCodeTenAfterAnError) {
+  const auto report = run_processes_from_gtest({.world_size = 2, .expected_exit_code = 10},
+                                               [](const World&) { throw std::runtime_error("as expected"); });
+  EXPECT_TRUE(report.has_passed()) << report.describe();
+  EXPECT_EQ(testing::kFailedExitCode, 10);
 }
 
 // TEST-5: every failed rank's text is shown.
@@ -221,6 +275,13 @@ TEST(Skips, HaveReasonsAndCodes) {
   };
   EXPECT_EQ(code_of([] { testing::skip_unless_backend("no such backend"); }), 72);
   EXPECT_EQ(code_of([] { testing::skip_if_fewer_devices_than(1000); }), 76);
+  {
+    const auto alone = init();
+    EXPECT_EQ(code_of([&] { testing::skip_if_world_smaller_than(alone, 2); }), 73);
+    EXPECT_EQ(code_of([&] { testing::skip_if_world_smaller_than(alone, 1); }), 0);
+    EXPECT_EQ(code_of([&] { testing::skip_if_world_is_odd(alone); }), 74);
+  }
+  EXPECT_EQ(code_of([] { testing::skip_unless_accelerator(); }), testing::device_count() == 0 ? 75 : 0);
   EXPECT_EQ(code_of([] { testing::skip_unless_feature(false, "a unicorn"); }), 77);
   EXPECT_EQ(code_of([] { testing::skip_unless_feature(true, "a horse"); }), 0);
   EXPECT_EQ(code_of([] { testing::skip_unless_backend("gloo"); }), 0);

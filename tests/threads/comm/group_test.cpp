@@ -42,7 +42,8 @@ LOCKSTEP_THREAD_TEST(Groups, RefuseBadRankLists, 2) {
   expect_error([&] { new_group(world.group(), {0, 2}); }, {"rank 2 is not in group 'world' of 2"});
   expect_error([&] { new_group(world.group(), {0, 0}); }, {"rank 0 is named twice"});
   expect_error([&] { new_subgroups(world.group(), {{0, 1}, {1}}); }, {"rank 1 is named twice"});
-  expect_error([&] { new_group(world.group(), {0, 1}, {.backend = "none"}); }, {"no backend 'none'"});
+  // Rank 1 would not be a member, and refuses all the same.
+  expect_error([&] { new_group(world.group(), {0}, {.backend = "none"}); }, {"no backend 'none'"});
   barrier(world.group());
 }
 
@@ -113,6 +114,20 @@ LOCKSTEP_THREAD_TEST(Groups, MadeByOthersAreTaken, 2) {
   barrier(world.group());
 }
 
+// The future's callback and the waiter finish the same result; neither may hold what the other needs.
+LOCKSTEP_RANK_TEST(Pending, CanBeWaitedForWhileItsFutureCompletes, 2) {
+  for (int i = 0; i < 200; ++i) {
+    std::vector<at::Tensor> tensors = {at::full({50}, world.rank() + 1.0), at::full({7}, world.rank() + 1.0)};
+    auto pending = launch_all_reduce_coalesced(tensors, world.group(), ReduceOp::AVG);
+    const auto future = pending.future();
+    pending.wait();
+    ASSERT_EQ(tensors[0][49].item<double>(), 1.5);
+    ASSERT_EQ(tensors[1][6].item<double>(), 1.5);
+    future->wait();
+    ASSERT_EQ(tensors[0][0].item<double>(), 1.5);
+  }
+}
+
 LOCKSTEP_RANK_TEST(Pending, LetsTheCallerComputeMeanwhile, 2) {
   std::vector<at::Tensor> tensors;
   std::vector<Pending> pending;
@@ -138,9 +153,9 @@ LOCKSTEP_RANK_TEST(Pending, LetsTheCallerComputeMeanwhile, 2) {
 // The threads backend cannot join processes, and says what can.
 LOCKSTEP_THREAD_TEST(Threads, RefuseProcesses, 1) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  store->set("world/check_in/0", std::vector<uint8_t>{1});
+  store->set("world/1/check_in/0", std::vector<uint8_t>{1});
   const std::string elsewhere = "hub-1-0";  // process 1 is not us
-  store->set("world/threads/hub", std::vector<uint8_t>(elsewhere.begin(), elsewhere.end()));
+  store->set("world/1/threads/hub", std::vector<uint8_t>(elsewhere.begin(), elsewhere.end()));
   RankScope scope;
   const EnterRank enter(scope);
   expect_error([&] { static_cast<void>(init({.backend = "threads", .rank = 1, .world_size = 2, .store = store})); },

@@ -35,6 +35,11 @@ LOCKSTEP_THREAD_TEST(Subtests, RunTheFullProductInOrder, 2) {
                         },
                         {.reset = [&] { ++resets; }});
   EXPECT_EQ(resets, 6);
+  expect_error([&] { testing::run_subtests(world, {{"size", {}}}, [](const testing::Subtest&) {}); },
+               {"'size' has no values"});
+  int traced = 0;
+  testing::run_subtests_in_gtest(world, {{"n", {int64_t{1}, int64_t{2}}}}, [&](const testing::Subtest&) { ++traced; });
+  EXPECT_EQ(traced, 2);
   EXPECT_EQ(seen, (std::vector<std::string>{"flag=false, size=1", "flag=false, size=2", "flag=false, size=3",
                                             "flag=true, size=1", "flag=true, size=2", "flag=true, size=3"}));
 }
@@ -51,6 +56,9 @@ TEST(Subtests, ShowTheValuesOfTheOneThatFailed) {
   EXPECT_THAT(report.describe(), HasSubstr("gradients differ"));
   const testing::Subtest subtest({{"n", int64_t{3}}});
   expect_error([&] { subtest.get<int64_t>("m"); }, {"no value 'm'", "n=3"});
+  expect_error([&] { subtest.get<bool>("n"); }, {"'n' has another type"});
+  EXPECT_EQ(testing::Subtest({{"offload", true}, {"n", int64_t{3}}}, {{"offload=true", "offloaded"}}).describe(),
+            "offloaded, n=3");
 }
 
 // TEST-23: deterministic models come out alike on all ranks and in every build; inputs differ by rank.
@@ -121,6 +129,8 @@ TEST(Checks, StateToleranceAndDtype) {
   auto nan = at::full({1}, NAN);
   check_equal("nan", nan, nan.clone());
   expect_error([&] { check_equal("w", nan, at::ones({1})); }, {"inf"});
+  const auto large = at::full({1}, int64_t{1} << 53, at::kLong);
+  expect_error([&] { check_equal("count", large + 1, large); }, {"count"});
   EXPECT_GT(Tolerance::of(at::kBFloat16).relative, Tolerance::of(at::kHalf).relative);
   EXPECT_EQ(Tolerance::of(at::kLong).relative, 0);
 }
@@ -243,8 +253,8 @@ TEST(SharedScope, TakesNoBarrierWhileUnwinding) {
   const auto start = std::chrono::steady_clock::now();
   const auto report = run_threads({.world_size = 2, .collective_timeout = 20s}, [](const World& world) {
     try {
-      const testing::SharedScope scope(world.group());
       const auto broken = testing::drop_calls(CallKind::kBroadcast);
+      const testing::SharedScope scope(world.group());
       if (world.rank() == 0) throw std::runtime_error("inside the scope");
     } catch (const std::runtime_error&) {
       barrier(world.group());  // meets rank 1's closing barrier
@@ -253,6 +263,25 @@ TEST(SharedScope, TakesNoBarrierWhileUnwinding) {
   });
   EXPECT_TRUE(report.has_passed()) << report.describe();
   EXPECT_LT(std::chrono::steady_clock::now() - start, 15s);
+}
+
+// TEST-54: no rank runs inside while another is still, or already, outside.
+TEST(SharedScope, KeepsRanksInsideTogether) {
+  struct Count {
+    explicit Count(std::atomic<int>& count) : count_(count) { ++count_; }
+    ~Count() { --count_; }
+    std::atomic<int>& count_;
+  };
+  for (uint64_t seed = 0; seed < 5; ++seed) {
+    std::atomic<int> installed = 0;
+    testing::run_threads_in_gtest({.world_size = 3, .chaos_seed = seed}, [&](const World& world) {
+      const Count install(installed);
+      const testing::SharedScope scope(world.group());
+      EXPECT_EQ(installed, 3);
+      all_reduce(at::ones({1}), world.group());
+      EXPECT_EQ(installed, 3);
+    });
+  }
 }
 
 // TEST-57: the check sees the output before the collective runs; no output is an error.

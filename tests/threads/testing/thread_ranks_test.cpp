@@ -1,4 +1,6 @@
 // Ranks as threads: what the harness promises.
+#include <c10/core/AutogradState.h>
+#include <sys/stat.h>
 #include <torch/torch.h>
 
 #include <atomic>
@@ -38,6 +40,38 @@ TEST(ThreadRanks, RunTheBodyOncePerRankInThisProcess) {
   EXPECT_EQ(threads.size(), ranks.size());
 }
 
+// TEST-10: set-up and tear-down run on every rank's thread, tear-down also after a failure; nothing opens a socket.
+TEST(ThreadRanks, RunSetUpAndTearDownPerRankWithoutSockets) {
+  const auto count_sockets = [] {
+    int sockets = 0;
+    for (int fd = 0; fd < 256; ++fd) {
+      struct stat status = {};
+      if (::fstat(fd, &status) == 0 && S_ISSOCK(status.st_mode)) ++sockets;
+    }
+    return sockets;
+  };
+  const int before = count_sockets();
+  std::mutex mutex;
+  std::map<std::thread::id, std::string> steps;
+  const auto step = [&](const char* name) {
+    return [&, name](const World&) {
+      const std::lock_guard lock(mutex);
+      steps[std::this_thread::get_id()] += name;
+    };
+  };
+  for (const bool fails : {false, true}) {
+    steps.clear();
+    run_threads({.world_size = 3, .set_up = step("s"), .tear_down = step("t")}, [&](const World& world) {
+      all_reduce(at::ones({1}), world.group());
+      EXPECT_EQ(count_sockets(), before);
+      step("b")(world);
+      if (fails) throw std::runtime_error("no");
+    });
+    ASSERT_EQ(steps.size(), 3U);
+    for (const auto& [thread, text] : steps) EXPECT_EQ(text, "sbt");
+  }
+}
+
 // TEST-11: default groups and subgroups of different rank threads do not mix.
 LOCKSTEP_THREAD_TEST(ThreadRanks, HaveTheirOwnDefaultGroupAndSubgroups, 4) {
   EXPECT_EQ(default_group().get(), world.group().get());
@@ -60,6 +94,27 @@ LOCKSTEP_THREAD_TEST(ThreadRanks, RefuseOtherOperationsByName, 2) {
   testing::expect_error([&] { backend->send(tensors, 1 - world.rank(), 0); }, {"threads", "send"});
   testing::expect_error([&] { backend->recv(tensors, 1 - world.rank(), 0); }, {"threads", "recv"});
   testing::expect_error([&] { backend->allreduce_sparse(tensors); }, {"threads", "sparse"});
+}
+
+// TEST-12: bitwise reductions, and the list form of all-to-all that only the backend has.
+LOCKSTEP_THREAD_TEST(ThreadRanks, ReduceBitsAndExchangeLists, 3) {
+  const int64_t bits[] = {0b1101, 0b0111, 0b1110};
+  const auto reduced = [&](ReduceOp op) {
+    auto tensor = at::full({2}, bits[world.rank()], at::kLong);
+    all_reduce(tensor, world.group(), op);
+    return tensor[1].item<int64_t>();
+  };
+  EXPECT_EQ(reduced(ReduceOp::BAND), 0b0100);
+  EXPECT_EQ(reduced(ReduceOp::BOR), 0b1111);
+  EXPECT_EQ(reduced(ReduceOp::BXOR), 0b0100);
+  std::vector<at::Tensor> sent;
+  std::vector<at::Tensor> received;
+  for (int other = 0; other < 3; ++other) {
+    sent.push_back(at::full({other + 1}, 10 * world.rank() + other));
+    received.push_back(at::zeros({world.rank() + 1}, at::kLong));
+  }
+  world.group()->getBackend(at::kCPU)->alltoall(received, sent, {})->wait();
+  for (int other = 0; other < 3; ++other) EXPECT_EQ(received[other][0].item<int>(), 10 * other + world.rank());
 }
 
 // TEST-13: sums in rank order whatever the order of arrival: large and small values make the order visible in the bits.
@@ -94,7 +149,9 @@ LOCKSTEP_THREAD_TEST(ThreadRanks, WriteOutputsWithoutTouchingAutograd, 2) {
 
 // TEST-14: backward runs on the rank's own thread, so a hook may communicate.
 LOCKSTEP_THREAD_TEST(ThreadRanks, RunBackwardOnTheirOwnThread, 3) {
-  auto weight = torch::ones({2}, torch::requires_grad());
+  // On the CPU backward runs here in any case; this is what makes it so on a GPU.
+  EXPECT_FALSE(c10::AutogradState::get_tls_state().get_multithreading_enabled());
+  auto weight = torch::ones({2}, torch::TensorOptions(world.device()).requires_grad(true));
   std::thread::id hook_thread;
   weight.register_hook([&](at::Tensor grad) {
     hook_thread = std::this_thread::get_id();
@@ -133,6 +190,19 @@ TEST(ThreadRanks, WakeRanksThatWaitForAGroup) {
   });
   EXPECT_LT(std::chrono::steady_clock::now() - start, 30s);
   EXPECT_EQ(report.ranks[0].kind, RankOutcome::Kind::kStopped);
+}
+
+// TEST-16: a rank that waits for a future is woken as well.
+TEST(ThreadRanks, WakeRanksThatWaitForAFuture) {
+  const auto start = std::chrono::steady_clock::now();
+  const auto report = run_threads({.world_size = 2}, [](const World& world) {
+    if (world.rank() == 1) throw std::runtime_error("not coming");
+    auto tensor = at::ones({1});
+    launch_all_reduce(tensor, world.group()).future()->waitAndThrow();
+  });
+  EXPECT_LT(std::chrono::steady_clock::now() - start, 30s);
+  EXPECT_EQ(report.ranks[1].text, "not coming");
+  EXPECT_NE(report.ranks[0].kind, RankOutcome::Kind::kPassed);
 }
 
 // TEST-16: skips are passed on.
@@ -203,7 +273,14 @@ INSTANTIATE_TEST_SUITE_P(
                            world.rank() == 0 ? std::vector<int64_t>{2, 0, 1} : std::vector<int64_t>{1, 1, 1};
                        all_to_all_single(at::empty({3}), at::ones({3}), world.group(), {1, 1, 1}, sent);
                      },
-                     {"rank 0 sends Float[2] to rank 0, which expects Float[1]"}}),
+                     {"rank 0 sends Float[2] to rank 0, which expects Float[1]"}},
+        Disagreement{"GatheredSize",
+                     [](const World& world) {
+                       std::vector<at::Tensor> outputs;
+                       for (int i = 0; i < 3; ++i) outputs.push_back(at::zeros({2}));
+                       all_gather(outputs, at::ones({world.rank() == 1 ? 3 : 2}), world.group());
+                     },
+                     {"rank 1 gives Float[3], but rank 0 expects Float[2] from it"}}),
     [](const auto& info) { return std::string(info.param.name); });
 
 // TEST-18: with late completion, reading before waiting gives garbage, so a missing wait is caught.
@@ -255,6 +332,7 @@ TEST(ThreadRanks, SayWhoHangsAndWhere) {
   EXPECT_FALSE(report.has_passed());
   const auto text = report.describe();
   EXPECT_THAT(text, HasSubstr("rank 0, 1 still ran"));
+  EXPECT_THAT(text, HasSubstr("collective #1, all_reduce(sum, Float[7]): waiting for rank 1"));
   EXPECT_THAT(text, HasSubstr("rank 0 did last:"));
   EXPECT_THAT(text, HasSubstr("launch all_reduce, 28 bytes Float"));
   EXPECT_THAT(text, HasSubstr("rank 1 is at:"));
@@ -296,6 +374,8 @@ LOCKSTEP_THREAD_TEST(ExpectError, ChecksEveryWordOnTheRanksThatShouldFail, 3) {
   testing::expect_error_on_ranks(world, {1},
                                  [&] { TORCH_CHECK(world.rank() != 1, "parameter 'w' on rank 1 has size 3"); },
                                  {"'w'", "rank 1", "3"});
+  // The ranks that do not fail go on to a collective; the one that failed meets them there.
+  all_reduce(at::ones({1}), world.group());
   testing::expect_error([] { testing::expect_error([] { TORCH_CHECK(false, "something else"); }, {"this word"}); },
                         {"does not mention 'this word'", "something else"});
   testing::expect_error([] { testing::expect_error([] {}, {"anything"}); }, {"there was none"});
@@ -316,6 +396,20 @@ TEST(ChaosSchedule, RepeatsItselfFromTheSeed) {
   EXPECT_EQ(decisions_of(7), decisions_of(7));
   EXPECT_NE(decisions_of(7), decisions_of(8));
   EXPECT_NE(decisions_of(7).first, decisions_of(7).second);
+}
+
+// TEST-63: ranks of different subgroups decide for themselves, though their group ranks are equal.
+TEST(ChaosSchedule, KeepsRanksOfDifferentGroupsApart) {
+  for (uint64_t seed = 0; seed < 5; ++seed) {
+    testing::run_threads_in_gtest({.world_size = 4, .chaos_seed = seed}, [](const World& world) {
+      const auto pair = new_subgroups(world.group(), {{0, 1}, {2, 3}});
+      for (int i = 0; i < 50; ++i) {
+        auto tensor = at::full({3}, world.rank());
+        all_reduce(tensor, pair);
+        ASSERT_EQ(tensor[0].item<int>(), world.rank() < 2 ? 1 : 5);
+      }
+    });
+  }
 }
 
 // TEST-63: a race that needs an unlucky order is found by some seed, named in the report, and found again from it.

@@ -122,6 +122,10 @@ TEST(RankEnvironment, NamesTheVariableOfAHalfSetEnvironment) {
   expect_refused({{"RANK", "0"}}, {"RANK is set", "WORLD_SIZE is not"});
   expect_refused({{"WORLD_SIZE", "2"}}, {"WORLD_SIZE is set", "RANK is not"});
   expect_refused({{"LOCAL_RANK", "0"}}, {"LOCAL_RANK is set", "RANK is not"});
+  expect_refused({{"LOCAL_WORLD_SIZE", "1"}}, {"LOCAL_WORLD_SIZE is set", "RANK is not"});
+  expect_refused({{"MASTER_ADDR", "a"}, {"MASTER_PORT", "1"}}, {"MASTER_ADDR is set", "RANK is not"});
+  expect_refused({{"MASTER_PORT", "1"}}, {"MASTER_PORT is set", "RANK is not"});
+  expect_refused({{"OMPI_COMM_WORLD_LOCAL_RANK", "0"}}, {"OMPI_COMM_WORLD_RANK"});
   expect_refused(without(without(kTorchrun, "MASTER_ADDR"), "MASTER_PORT"), {"MASTER_ADDR is not set"});
   expect_refused(without(kTorchrun, "MASTER_PORT"), {"MASTER_ADDR is set", "MASTER_PORT is not"});
   expect_refused(without(kTorchrun, "MASTER_ADDR"), {"MASTER_PORT is set", "MASTER_ADDR is not"});
@@ -137,6 +141,14 @@ TEST(RankEnvironment, NamesTheVariableOfAContradictoryEnvironment) {
   expect_refused(with(kTorchrun, {{"WORLD_SIZE", "0"}}), {"WORLD_SIZE=0"});
   expect_refused(with(kTorchrun, {{"MASTER_PORT", "70000"}}), {"MASTER_PORT=70000"});
   expect_refused(with(kTorchrun, {{"MASTER_PORT", "http"}}), {"MASTER_PORT='http'"});
+}
+
+TEST(RankEnvironment, SaysWhenItDoesNotKnowTheHosts) {
+  EXPECT_TRUE(detect(kTorchrun).knows_hosts);
+  const auto bare = detect(without(without(kTorchrun, "LOCAL_RANK"), "LOCAL_WORLD_SIZE"));
+  EXPECT_FALSE(bare.knows_hosts);
+  EXPECT_EQ(bare.local_rank, 5);
+  EXPECT_EQ(bare.local_world_size, 8);
 }
 
 TEST(SlurmLists, AreUnderstood) {

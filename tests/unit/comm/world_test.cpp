@@ -7,6 +7,7 @@
 #include "lockstep/comm/backend_registry.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/fake_backend.h"
+#include "lockstep/comm/group_state.h"
 #include "lockstep/lockstep.h"
 #include "lockstep/testing/checks.h"
 
@@ -33,6 +34,9 @@ TEST(World, MakesCollectivesOfOneRankLocal) {
   auto tensor = at::arange(3, at::kFloat);
   all_reduce(tensor, world.group(), ReduceOp::AVG);
   testing::check_equal("average of one", tensor, at::arange(3, at::kFloat));
+  auto pending = launch_all_reduce(tensor, world.group());
+  EXPECT_TRUE(pending.is_completed());
+  EXPECT_EQ(pending.future()->value().toTensorVector().at(0).data_ptr(), tensor.data_ptr());
   auto gathered = at::zeros({3});
   all_gather_into_tensor(gathered, tensor, world.group());
   testing::check_equal("gathered", gathered, tensor);
@@ -101,12 +105,32 @@ TEST(BackendRegistry, TakesNewBackends) {
     return c10::make_intrusive<FakeBackend>(request.rank, request.size, request.timeout);
   });
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  store->set("world/check_in/0", std::vector<uint8_t>{1});
+  store->set("world/1/check_in/0", std::vector<uint8_t>{1});
   const auto world = init({.backend = "pretend", .rank = 1, .world_size = 2, .store = store});
   EXPECT_EQ(world.group()->getBackend(c10::kCPU)->getBackendName(), "fake");
   expect_error([&] { all_reduce(at::ones({1}, at::kCUDA), world.group()); }, {});
   expect_error([] { parse_backend_spec("cuda:pretend"); }, {"'pretend' cannot serve cuda"});
   expect_error([] { register_backend("a:b", {c10::kCPU}, nullptr); }, {"'a:b' is no backend name"});
+}
+
+// c10d itself keeps one backend of a kind it does not know; a group of ours keeps as many as it has devices.
+TEST(BackendRegistry, ServesEachDeviceByItsOwnBackend) {
+  const auto for_cpu = c10::make_intrusive<FakeBackend>(0, 2);
+  const auto for_meta = c10::make_intrusive<FakeBackend>(0, 2);
+  const auto group = detail::wrap_backends({{c10::kCPU, for_cpu}, {c10::kMeta, for_meta}},
+                                           {.store = c10::make_intrusive<c10d::HashStore>(),
+                                            .rank = 0,
+                                            .size = 2,
+                                            .name = "two",
+                                            .global_ranks = {0, 1},
+                                            .timeout = std::chrono::seconds(1)});
+  all_reduce(at::ones({1}), group);
+  all_reduce(at::ones({2}, at::kMeta), group);
+  ASSERT_EQ(for_cpu->calls().size(), 1U);
+  ASSERT_EQ(for_meta->calls().size(), 1U);
+  EXPECT_TRUE(for_meta->calls()[0].inputs[0].is_meta());
+  EXPECT_TRUE(serves_device(group, c10::kMeta));
+  EXPECT_FALSE(serves_device(group, c10::kCUDA));
 }
 
 TEST(BackendRegistry, ParsesPythonsBackendStrings) {
