@@ -45,6 +45,8 @@ python3 -B tools/check_layers.py
 python3 -B tools/check_behaviour.py
 
 echo "== lint"
+# clang-tidy goes on with its defaults after a mistake in its settings; this does not.
+"$bin/clang-tidy" --config-file=.clang-tidy --verify-config >/dev/null
 patterns=('lockstep/*.cpp' 'lockstep/*.h' 'cli/*.cpp' 'cli/*.h')
 if [ "$mode" = quick ]; then
   base=${CHECK_BASE:-$(git merge-base HEAD origin/HEAD 2>/dev/null || true)}

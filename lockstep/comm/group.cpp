@@ -8,6 +8,7 @@
 #include <fstream>
 #include <numeric>
 #include <set>
+#include <thread>
 #include <unordered_map>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -103,23 +104,6 @@ GroupPtr wrap_backends(const std::vector<std::pair<c10::DeviceType, BackendPtr>>
   return group;
 }
 
-namespace {
-
-/// True once all keys are there; false after a moment or at the deadline.
-bool wait_a_while(c10d::Store& store, const std::vector<std::string>& keys,
-                  std::chrono::steady_clock::time_point deadline) {
-  constexpr auto kSlice = std::chrono::milliseconds(200);
-  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
-  try {
-    store.wait(keys, std::max(std::chrono::milliseconds(1), std::min(left, kSlice)));
-    return true;
-  } catch (const std::exception&) {
-    return false;
-  }
-}
-
-}  // namespace
-
 void check_in(c10d::Store& store, const std::string& prefix, const std::string& what, const GroupDescription& group) {
   const auto key = [&](int rank) { return str(prefix, "/", rank); };
   store.set(key(group.rank), std::vector<uint8_t>{1});
@@ -127,22 +111,30 @@ void check_in(c10d::Store& store, const std::string& prefix, const std::string& 
   for (int rank = 0; rank < group.size; ++rank) keys.push_back(key(rank));
   const auto failed = str("[lockstep/comm] rank ", group.global_ranks[group.rank], ": ", what, " failed: ");
   const auto deadline = std::chrono::steady_clock::now() + group.timeout;
-  // In slices, so that a rank thread notices when another one failed, and everybody when the store did.
-  while (!wait_a_while(store, keys, deadline)) {
-    ThreadRun::current()->throw_if_aborted(failed);
-    std::vector<int> absent;
-    try {
-      for (int rank = 0; rank < group.size; ++rank) {
-        if (!store.check({key(rank)})) absent.push_back(group.global_ranks[rank]);
+  // Asked again and again instead of waited for: a rank thread must notice when another one failed, everybody when the
+  // store did, and a wait that times out would be logged as an error by TCPStore.
+  auto pause = std::chrono::milliseconds(1);
+  std::vector<int> absent;
+  try {
+    while (!store.check(keys)) {
+      ThreadRun::current()->throw_if_aborted(failed);
+      if (std::chrono::steady_clock::now() > deadline) {
+        for (int rank = 0; rank < group.size; ++rank) {
+          if (!store.check({key(rank)})) absent.push_back(group.global_ranks[rank]);
+        }
+        break;
       }
-    } catch (const std::exception& error) {
-      throw c10::DistBackendError(
-          str(failed, "the store is gone, and with it the rank that served it (", first_line(error), ")"));
+      std::this_thread::sleep_for(pause);
+      pause = std::min(pause * 2, std::chrono::milliseconds(50));
     }
-    if (std::chrono::steady_clock::now() < deadline) continue;
-    TORCH_CHECK_WITH(DistBackendError, absent.empty(), failed, "rank ", join(absent, ", "), " did not come within ",
-                     group.timeout.count(), " ms. Look there for an earlier error, or raise the timeout.");
+  } catch (const PeerFailure&) {
+    throw;
+  } catch (const std::exception& error) {
+    throw c10::DistBackendError(
+        str(failed, "the store is gone, and with it the rank that served it (", first_line(error), ")"));
   }
+  TORCH_CHECK_WITH(DistBackendError, absent.empty(), failed, "rank ", join(absent, ", "), " did not come within ",
+                   group.timeout.count(), " ms. Look there for an earlier error, or raise the timeout.");
 }
 
 GroupPtr connect_group(GroupDescription description) {

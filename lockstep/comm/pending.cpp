@@ -5,6 +5,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <condition_variable>
 #include <vector>
 
 #include "lockstep/base/observer.h"
@@ -24,6 +25,28 @@ constexpr auto kPollInterval = std::chrono::milliseconds(200);
 bool is_gloo(const c10d::Backend& backend) {
   return backend.getBackendName() == "gloo";
 }
+
+/// Set once; waited for in slices.
+class Completion {
+ public:
+  void notify() {
+    {
+      const std::lock_guard lock(mutex_);
+      is_done_ = true;
+    }
+    changed_.notify_all();
+  }
+  /// False if the time was over first.
+  bool wait_for(std::chrono::milliseconds time) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, time, [&] { return is_done_; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool is_done_ = false;
+};
 
 /// One call per tensor, in order; a call that takes one tensor by nature stays as it is.
 std::vector<Call> split_by_tensor(const Call& call) {
@@ -98,22 +121,13 @@ void Pending::State::wait_for(c10d::Work& work) {
     return;
   }
   auto& state = group_state();
+  // Through the future: a wait with a time limit would throw each time it is over.
+  const auto completion = std::make_shared<Completion>();
+  work.getFuture()->addCallback([completion](c10::ivalue::Future&) { completion->notify(); });
   try {
-    while (true) {
-      try {
-        work.wait(kPollInterval);
-        return;
-      } catch (const std::exception&) {
-        if (work.isCompleted()) break;
-      }
-      bool others_gave_up = false;
-      try {
-        others_gave_up = detail::has_failure(state);
-      } catch (const std::exception& store_error) {
-        detail::report_failure(state, operation(), detail::first_line(store_error));
-      }
-      // The one who gave up may be right: give this rank's own transport the last word if it just finished.
-      if (others_gave_up && !work.isCompleted()) {
+    while (!completion->wait_for(kPollInterval)) {
+      // The one who gave up may be late itself: this rank's own transport has the last word if it just finished.
+      if (detail::has_failure(state) && !work.isCompleted()) {
         detail::report_failure(state, operation(), "another rank gave up");
       }
     }

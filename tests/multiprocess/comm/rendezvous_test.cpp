@@ -73,7 +73,8 @@ TEST(Rendezvous, SaysWhenThePortIsTaken) {
   }
   const RankEnvironment first{.launcher = "test", .rank = 0, .world_size = 2};
   const auto holder = rendezvous(address, first, 10s);
-  testing::expect_error([&] { rendezvous(address, first, 2s); }, {"rank 0 of 2", "cannot serve the store", "MASTER_PORT"});
+  testing::expect_error([&] { rendezvous(address, first, 2s); },
+                        {"rank 0 of 2", "cannot serve the store", "MASTER_PORT"});
 }
 
 }  // namespace
