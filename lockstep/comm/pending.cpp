@@ -121,11 +121,13 @@ void Pending::State::wait_for(c10d::Work& work) {
     return;
   }
   auto& state = group_state();
-  // Through the future: a wait with a time limit would throw each time it is over.
-  const auto completion = std::make_shared<Completion>();
-  work.getFuture()->addCallback([completion](c10::ivalue::Future&) { completion->notify(); });
+  const bool has_future = call.kind != CallKind::kReduceScatter && call.kind != CallKind::kReduceScatterSingle;
   try {
-    while (!completion->wait_for(kPollInterval)) {
+    // Through the future, since a wait with a time limit throws each time it is over. Gloo's reduce-scatter has none
+    // and runs inside wait(); such a rank learns of a lost peer from its own connections, or when its time is over.
+    const auto completion = std::make_shared<Completion>();
+    if (has_future) work.getFuture()->addCallback([completion](c10::ivalue::Future&) { completion->notify(); });
+    while (has_future && !completion->wait_for(kPollInterval)) {
       // The one who gave up may be late itself: this rank's own transport has the last word if it just finished.
       if (detail::has_failure(state) && !work.isCompleted()) {
         detail::report_failure(state, operation(), "another rank gave up");

@@ -25,7 +25,8 @@ class Pending {
   /// True if wait() would not block.
   bool is_completed() const;
 
-  /// Completes with the output tensors when the outputs may be read.
+  /// Completes with the output tensors when the outputs may be read. Throws if the backend has none to give, as gloo
+  /// has for reduce-scatter.
   c10::intrusive_ptr<c10::ivalue::Future> future();
 
  private:
