@@ -32,8 +32,8 @@ namespace lockstep::testing {
 [[nodiscard]] InterposerScope reduce_scatter_with_assert(std::function<void(const at::Tensor& output)> check);
 
 /// Takes a barrier over `group` in its constructor and in its destructor: declared after the interposer that all ranks
-/// share, it keeps any rank from running with it while another runs without. Collective. While an exception unwinds there
-/// is no barrier: the other ranks may never come to theirs.
+/// share, it keeps any rank from running with it while another runs without. Collective. While an exception unwinds
+/// there is no barrier: the other ranks may never come to theirs.
 class SharedScope {
  public:
   explicit SharedScope(GroupPtr group);
