@@ -65,6 +65,7 @@ std::pair<char*, std::size_t> argument_memory() {
   std::uintptr_t end = 0;
   stat >> begin >> end;
   if (!stat || begin == 0 || end <= begin) return {nullptr, 0};
+  // NOLINTNEXTLINE(performance-no-int-to-ptr): the kernel gives the address as a number
   return {reinterpret_cast<char*>(begin), end - begin};
 }
 

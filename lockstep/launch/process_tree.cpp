@@ -35,6 +35,7 @@ pid_t parent_of(int proc, const char* pid_text) {
   char path[32];
   const std::size_t length = std::strlen(pid_text);
   if (length > 16) return 0;
+  // NOLINTNEXTLINE(bugprone-not-null-terminated-result): the next line ends the string
   std::memcpy(path, pid_text, length);
   std::memcpy(path + length, "/stat", 6);
   const int fd = ::openat(proc, path, O_RDONLY | O_CLOEXEC);

@@ -12,6 +12,7 @@
 #include "lockstep/launch/job.h"
 #include "lockstep/launch/lines.h"
 
+// NOLINTNEXTLINE(readability-identifier-naming): POSIX named it
 struct pollfd;
 
 namespace lockstep::detail {

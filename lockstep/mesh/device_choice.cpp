@@ -70,6 +70,7 @@ void set_device_for_mesh(const World& world, const std::string& device_type) {
   auto index = choice->index;
   // The device given to init() is the process's choice, though nothing has run there yet.
   if (world.is_device_given() && world.device().type() == kind && world.device().has_index()) {
+    // NOLINTNEXTLINE(bugprone-signed-char-misuse): an index is no character
     index = world.device().index();
   }
   if (choice->is_guess && count > 1) {

@@ -26,6 +26,7 @@ void check_device_type(const std::string& device_type, const std::string& where)
   try {
     const c10::Device parsed(device_type);
     is_known = true;
+    // NOLINTNEXTLINE(bugprone-empty-catch): what follows tells the reader more
   } catch (const c10::Error&) {
   }
   TORCH_CHECK(is_known, where, "'", device_type,
@@ -120,6 +121,7 @@ DeviceMesh DeviceMesh::from_ranks(const std::string& device_type, const RankArra
   }
   const int rank = world->rank();
   if (std::find(mesh.ranks.begin(), mesh.ranks.end(), rank) == mesh.ranks.end()) groups.clear();
+  // NOLINTNEXTLINE(modernize-make-shared): make_shared takes no designated initialisers
   return DeviceMesh(std::shared_ptr<Root>(new Root{.world = world,
                                                    .rank = rank,
                                                    .device_type = device_type,
@@ -173,6 +175,7 @@ DeviceMesh DeviceMesh::from_group(const std::vector<GroupPtr>& groups, const std
                 " with ranks (", join(expected, ", "), "), but its group has (", join(actual, ", "),
                 "). Give the array the groups were made from.");
   }
+  // NOLINTNEXTLINE(modernize-make-shared): make_shared takes no designated initialisers
   return DeviceMesh(std::shared_ptr<Root>(new Root{.world = world,
                                                    .rank = rank,
                                                    .device_type = device_type,
