@@ -49,9 +49,13 @@ bool has_failure(GroupState& state) {
   return store && store->check({kAnyFailure});
 }
 
-std::string first_line(const std::exception& error) {
+std::string message_of(const std::exception& error) {
   const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
-  const std::string text = torch_error != nullptr ? torch_error->what_without_backtrace() : error.what();
+  return torch_error != nullptr ? torch_error->what_without_backtrace() : error.what();
+}
+
+std::string first_line(const std::exception& error) {
+  const auto text = message_of(error);
   return text.substr(0, text.find('\n'));
 }
 

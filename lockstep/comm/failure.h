@@ -21,7 +21,10 @@ bool has_failure(GroupState& state);
 /// Throws if the group failed earlier.
 void check_usable(GroupState& state);
 
-/// The first line of an exception's message.
+/// An exception's message without the backtrace libtorch adds.
+std::string message_of(const std::exception& error);
+
+/// The first line of that.
 std::string first_line(const std::exception& error);
 
 }  // namespace lockstep::detail

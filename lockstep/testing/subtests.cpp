@@ -2,20 +2,13 @@
 
 #include "lockstep/base/str.h"
 #include "lockstep/comm/barrier.h"
+#include "lockstep/comm/failure.h"
 #include "lockstep/comm/thread_backend.h"
 #include "lockstep/testing/reset.h"
 #include "lockstep/testing/run.h"
 #include "lockstep/testing/seeds.h"
 
 namespace lockstep::testing {
-namespace {
-
-std::string message_of(const std::exception& error) {
-  const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
-  return torch_error != nullptr ? torch_error->what_without_backtrace() : error.what();
-}
-
-}  // namespace
 
 const SubtestValue& Subtest::find(const std::string& name) const {
   for (const auto& [known, value] : values_) {
@@ -72,7 +65,7 @@ void run_subtests(const World& world, const std::vector<std::pair<std::string, s
       throw;
     } catch (const std::exception& error) {
       throw CheckFailure(str("subtest ", number + 1, " of ", total, " (", subtest.describe(), "), rank ", world.rank(),
-                             ": ", message_of(error)));
+                             ": ", lockstep::detail::message_of(error)));
     }
     barrier(world.group());
   }
