@@ -61,7 +61,8 @@ class World {
 };
 
 /// Joins the job: reads the launcher's variables, meets the other ranks, makes the default group. Collective over all
-/// ranks of the job; alone it contacts nobody. Throws std::invalid_argument for a broken environment, c10::Error for
+/// ranks of the job; alone it contacts nobody. A rendezvous over TCP ignores SIGPIPE from then on, unless the program
+/// handles it itself. Throws std::invalid_argument for a broken environment, c10::Error for
 /// bad options or if this rank already has a world, c10::DistBackendError naming ranks that do not come in time.
 [[nodiscard]] World init(const InitOptions& options = {});
 

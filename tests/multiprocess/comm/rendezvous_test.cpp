@@ -2,6 +2,8 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <csignal>
+
 #include "lockstep/base/rank_local.h"
 #include "lockstep/launch/port.h"
 #include "lockstep/lockstep.h"
@@ -40,6 +42,19 @@ LOCKSTEP_PROCESS_TEST(Rendezvous, MeetsAtATcpStore, 3) {
   if (world.rank() == 0) port.emplace();
   const auto number = broadcast_object(port ? std::to_string(port->port()) : "", 0, world.group());
   expect_world_at(world, "tcp://127.0.0.1:" + number);
+}
+
+LOCKSTEP_PROCESS_TEST(Rendezvous, KeepsABrokenPipeToTheStoreFromKillingTheRank, 3) {
+  std::optional<PortReservation> port;
+  if (world.rank() == 0) port.emplace();
+  const auto address =
+      "tcp://127.0.0.1:" + broadcast_object(port ? std::to_string(port->port()) : "", 0, world.group());
+  ::signal(SIGPIPE, world.rank() == 0 ? SIG_DFL : [](int) {});
+  expect_world_at(world, address);
+  struct sigaction now = {};
+  ::sigaction(SIGPIPE, nullptr, &now);
+  EXPECT_NE(now.sa_handler, SIG_DFL);
+  EXPECT_EQ(now.sa_handler == SIG_IGN, world.rank() == 0) << "a handler of the program's own must stay";
 }
 
 LOCKSTEP_PROCESS_TEST(Rendezvous, MeetsAtAFile, 3) {
