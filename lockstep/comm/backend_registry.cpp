@@ -25,6 +25,7 @@ Registry& registry() {
   static Registry& instance = [&]() -> Registry& {
     auto& made = *new Registry;
     made.entries["gloo"] = {{c10::kCPU, c10::kCUDA}, detail::make_gloo_backend};
+    made.entries["shm"] = {{c10::kCPU}, detail::make_shm_backend};
     made.entries["threads"] = {{c10::kCPU, c10::kCUDA}, detail::make_thread_backend};
     if (auto nccl = detail::nccl_backend_factory()) made.entries["nccl"] = {{c10::kCUDA}, *nccl};
     return made;

@@ -1,4 +1,4 @@
-// Backends by name. Built in: "gloo", "threads", and "nccl" where CMake found it. Others can be added before init().
+// Backends by name. Built in: "shm", "gloo", "threads", and "nccl" where CMake found it. Others can be added before init().
 #pragma once
 
 #include <functional>
@@ -19,6 +19,8 @@ struct BackendRequest {
   std::chrono::milliseconds timeout;
   /// Address of this host that the other ranks can reach; "127.0.0.1" if all ranks are on one host.
   std::string address;
+  /// What the ranks are called in the world, for messages; empty if the group is the world.
+  std::vector<int> global_ranks = {};
 };
 
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;

@@ -9,6 +9,7 @@
 namespace lockstep::detail {
 
 BackendPtr make_gloo_backend(const BackendRequest& request);
+BackendPtr make_shm_backend(const BackendRequest& request);
 BackendPtr make_thread_backend(const BackendRequest& request);
 /// Empty if this build has no NCCL.
 std::optional<BackendFactory> nccl_backend_factory();

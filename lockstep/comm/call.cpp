@@ -185,8 +185,15 @@ template <class Options>
 Options options_for(const Call& call) {
   Options options;
   options.timeout = call.timeout;
-  if constexpr (requires { options.reduceOp; }) options.reduceOp = call.op;
+  if constexpr (requires { options.reduceOp; }) {
+    options.reduceOp = call.op;
+    // By its old name, which all releases know.
+    if (call.op == ReduceOp::PREMUL_SUM) {
+      options.reduceOp.supplement_ = c10::make_intrusive<c10d::NCCLPreMulSumSupplement>(call.factor);
+    }
+  }
   if constexpr (requires { options.rootRank; }) options.rootRank = call.root;
+  options.asyncOp = call.is_async;
   return options;
 }
 

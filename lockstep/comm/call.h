@@ -43,7 +43,11 @@ struct Call {
   std::vector<at::Tensor> inputs = {};
   std::vector<at::Tensor> outputs = {};
   ReduceOp op = ReduceOp::SUM;
+  /// What this rank's input is multiplied by under PREMUL_SUM.
+  double factor = 1;
   int root = 0;
+  /// False if the caller waits at once, so that a backend need not bring in another thread.
+  bool is_async = true;
   std::vector<int64_t> input_splits = {};
   std::vector<int64_t> output_splits = {};
   std::chrono::milliseconds timeout = c10d::kUnsetTimeout;

@@ -3,13 +3,24 @@
 namespace lockstep {
 namespace {
 
+/// By its old name, which all releases know: the supplement is not NCCL's alone any more.
+double premul_factor(const c10d::ReduceOp& op) {
+  const auto* premul = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+  TORCH_CHECK(premul != nullptr, "premul_sum carries no factor");
+  return premul->tensor_factor.defined() ? premul->tensor_factor.item<double>() : premul->double_factor;
+}
+
 /// A call with the options every operation has.
 template <class Options>
 Call call_of(CallKind kind, const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs,
              const Options& options) {
   Call call{.kind = kind, .inputs = inputs, .outputs = outputs, .timeout = options.timeout};
-  if constexpr (requires { options.reduceOp; }) call.op = options.reduceOp.op_;
+  if constexpr (requires { options.reduceOp; }) {
+    call.op = options.reduceOp.op_;
+    if (call.op == ReduceOp::PREMUL_SUM) call.factor = premul_factor(options.reduceOp);
+  }
   if constexpr (requires { options.rootRank; }) call.root = static_cast<int>(options.rootRank);
+  call.is_async = options.asyncOp;
   return call;
 }
 
@@ -26,7 +37,8 @@ std::vector<at::Tensor> only_list(const std::vector<std::vector<at::Tensor>>& li
 
 CallBackend::WorkPtr CallBackend::check_and_submit(Call call) {
   if (call.timeout == c10d::kUnsetTimeout) call.timeout = options_->timeout;
-  TORCH_CHECK(call.op != ReduceOp::PREMUL_SUM, "backend ", name_, " does not support premul_sum");
+  TORCH_CHECK(call.op != ReduceOp::PREMUL_SUM || takes_premul_sum(), "backend ", name_,
+              " does not support premul_sum");
   const auto problem = find_problem(call, rank_, size_);
   TORCH_CHECK(!problem, name_of(call.kind), ": ", *problem);
   return submit(std::move(call));

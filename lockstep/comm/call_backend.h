@@ -54,6 +54,8 @@ class CallBackend : public c10d::Backend {
   /// Starts `call`, whose shape was checked; its timeout is set.
   virtual WorkPtr submit(Call call) = 0;
   virtual uint64_t sequence_number() const = 0;
+  virtual bool takes_premul_sum() const { return false; }
+  std::chrono::milliseconds default_timeout() const { return options_->timeout; }
 
  private:
   WorkPtr check_and_submit(Call call);

@@ -104,9 +104,10 @@ GroupPtr wrap_backends(const std::vector<std::pair<c10::DeviceType, BackendPtr>>
   return group;
 }
 
-void check_in(c10d::Store& store, const std::string& prefix, const std::string& what, const GroupDescription& group) {
+std::vector<std::string> check_in(c10d::Store& store, const std::string& prefix, const std::string& what,
+                                  const GroupDescription& group, const std::string& value) {
   const auto key = [&](int rank) { return str(prefix, "/", rank); };
-  store.set(key(group.rank), std::vector<uint8_t>{1});
+  store.set(key(group.rank), value);
   std::vector<std::string> keys;
   for (int rank = 0; rank < group.size; ++rank) keys.push_back(key(rank));
   const auto failed = str("[lockstep/comm] rank ", group.global_ranks[group.rank], ": ", what, " failed: ");
@@ -135,6 +136,9 @@ void check_in(c10d::Store& store, const std::string& prefix, const std::string& 
   }
   TORCH_CHECK_WITH(DistBackendError, absent.empty(), failed, "rank ", join(absent, ", "), " did not come within ",
                    group.timeout.count(), " ms. Look there for an earlier error, or raise the timeout.");
+  std::vector<std::string> values;
+  for (const auto& each : keys) values.push_back(store.get_to_str(each));
+  return values;
 }
 
 GroupPtr connect_group(GroupDescription description) {
@@ -154,7 +158,8 @@ GroupPtr connect_group(GroupDescription description) {
                               .size = description.size,
                               .group_name = description.name,
                               .timeout = description.timeout,
-                              .address = description.address});
+                              .address = description.address,
+                              .global_ranks = description.global_ranks});
     }
     backends.emplace_back(device, backend);
   }

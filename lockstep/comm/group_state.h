@@ -58,8 +58,9 @@ GroupPtr connect_group(GroupDescription description);
 /// 0, 1, …, size-1.
 std::vector<int> first_ranks(int size);
 
-/// Waits until every rank has set its key under `prefix`, having set its own. Throws c10::DistBackendError naming
-/// absent ranks.
-void check_in(c10d::Store& store, const std::string& prefix, const std::string& what, const GroupDescription& group);
+/// Shows `value` under `prefix`, waits until every rank has done so, and returns what they showed, by rank. Throws
+/// c10::DistBackendError naming absent ranks.
+std::vector<std::string> check_in(c10d::Store& store, const std::string& prefix, const std::string& what,
+                                  const GroupDescription& group, const std::string& value = "here");
 
 }  // namespace lockstep::detail

@@ -1,0 +1,154 @@
+#include "lockstep/comm/call_queue.h"
+
+#include <ATen/core/ivalue.h>
+
+namespace lockstep::detail {
+namespace {
+
+void complete(c10::ivalue::Future& future, const std::vector<at::Tensor>& results, const std::exception_ptr& error) {
+  if (error) {
+    future.setErrorIfNeeded(error);
+  } else {
+    future.markCompleted(c10::IValue(results));
+  }
+}
+
+}  // namespace
+
+bool QueuedWork::isCompleted() {
+  const std::lock_guard lock(queue_->mutex_);
+  return is_done_;
+}
+
+bool QueuedWork::isSuccess() const {
+  const std::lock_guard lock(queue_->mutex_);
+  return is_done_ && !error_;
+}
+
+std::exception_ptr QueuedWork::exception() const {
+  const std::lock_guard lock(queue_->mutex_);
+  return error_;
+}
+
+bool QueuedWork::wait(std::chrono::milliseconds timeout) {
+  if (!queue_->wait(*this, timeout)) {
+    throw c10::DistBackendError("[lockstep/comm] the collective did not finish within " +
+                                std::to_string(timeout.count()) + " ms, the limit given to wait()");
+  }
+  if (error_) std::rethrow_exception(error_);
+  return true;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> QueuedWork::getFuture() {
+  std::unique_lock lock(queue_->mutex_);
+  if (!future_) {
+    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
+    const bool is_done = is_done_;
+    const auto future = future_;
+    lock.unlock();
+    if (is_done) complete(*future, result(), error_);
+    return future;
+  }
+  return future_;
+}
+
+CallQueue::~CallQueue() = default;
+
+void CallQueue::drive(std::unique_lock<std::mutex>& lock, const WorkPtr& work, bool is_background) {
+  is_driven_ = true;
+  lock.unlock();
+  std::exception_ptr error;
+  try {
+    work->perform(is_background);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  lock.lock();
+  work->is_done_ = true;
+  work->error_ = error;
+  // The seat is free before callbacks run: they may wait for other calls of this queue.
+  is_driven_ = false;
+  const auto future = work->future_;
+  changed_.notify_all();
+  if (!future) return;
+  lock.unlock();
+  complete(*future, work->result(), error);
+  lock.lock();
+}
+
+void CallQueue::push(const WorkPtr& work) {
+  {
+    const std::lock_guard lock(mutex_);
+    TORCH_CHECK(!is_closed_, close_reason_);
+    waiting_.push_back(work);
+    if (!thread_.joinable()) thread_ = std::thread([self = shared_from_this()] { self->run_in_background(); });
+  }
+  changed_.notify_all();
+}
+
+void CallQueue::run(const WorkPtr& work) {
+  std::unique_lock lock(mutex_);
+  TORCH_CHECK(!is_closed_, close_reason_);
+  if (waiting_.empty() && !is_driven_) return drive(lock, work, false);
+  waiting_.push_back(work);
+  lock.unlock();
+  wait(*work, kNoTimeout);
+}
+
+bool CallQueue::wait(QueuedWork& work, std::chrono::milliseconds timeout) {
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  std::unique_lock lock(mutex_);
+  while (!work.is_done_) {
+    if (timeout != kNoTimeout) {
+      // Driving could not be given up when the time is over.
+      if (changed_.wait_until(lock, deadline) == std::cv_status::timeout) return work.is_done_;
+    } else if (!is_driven_ && !waiting_.empty()) {
+      const auto next = waiting_.front();
+      waiting_.pop_front();
+      drive(lock, next, false);
+    } else {
+      changed_.wait(lock);
+    }
+  }
+  return true;
+}
+
+void CallQueue::run_in_background() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [&] { return is_closed_ || (!is_driven_ && !waiting_.empty()); });
+    if (is_closed_) return;
+    const auto next = waiting_.front();
+    waiting_.pop_front();
+    drive(lock, next, true);
+  }
+}
+
+bool CallQueue::is_idle() const {
+  const std::lock_guard lock(mutex_);
+  return waiting_.empty() && !is_driven_;
+}
+
+void CallQueue::close(const std::string& reason) {
+  std::deque<WorkPtr> given_up;
+  {
+    std::unique_lock lock(mutex_);
+    is_closed_ = true;
+    close_reason_ = reason;
+    given_up.swap(waiting_);
+    for (const auto& work : given_up) {
+      work->is_done_ = true;
+      work->error_ = std::make_exception_ptr(c10::DistBackendError(reason));
+    }
+    changed_.notify_all();
+    // A callback may drop the last reference to the owner while it runs on this very thread.
+    if (thread_.joinable() && thread_.get_id() == std::this_thread::get_id()) thread_.detach();
+    changed_.wait(lock, [&] { return !is_driven_; });
+  }
+  if (thread_.joinable()) thread_.join();
+  for (const auto& work : given_up) {
+    if (work->future_) complete(*work->future_, {}, work->error_);
+  }
+}
+
+}  // namespace lockstep::detail

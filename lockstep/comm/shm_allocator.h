@@ -1,0 +1,16 @@
+// Tensors in memory that all ranks of a shared-memory group have mapped. Internal to comm.
+#pragma once
+
+#include <c10/core/Allocator.h>
+
+#include <memory>
+
+#include "lockstep/shm/team.h"
+
+namespace lockstep::detail {
+
+/// Among threads it is the ordinary CPU allocator: they reach each other's memory anyway. Thread-safe; what it hands
+/// out keeps the mapping alive, also beyond the group.
+std::shared_ptr<c10::Allocator> make_shm_allocator(std::shared_ptr<shm::Team> team);
+
+}  // namespace lockstep::detail

@@ -1,0 +1,60 @@
+#include "lockstep/shm/lifeline.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+
+#include "lockstep/base/str.h"
+#include "lockstep/shm/errors.h"
+
+namespace lockstep::shm {
+namespace {
+
+// A plain table of atomics: the forked child may take no lock.
+constexpr std::size_t kMostLifelines = 4096;
+std::array<std::atomic<int>, kMostLifelines>& kept_ends() {
+  static auto& table = *[] {
+    auto* made = new std::array<std::atomic<int>, kMostLifelines>;
+    for (auto& entry : *made) entry.store(-1);
+    return made;
+  }();
+  return table;
+}
+
+void close_in_child() {
+  for (auto& entry : kept_ends()) {
+    const int fd = entry.exchange(-1);
+    if (fd >= 0) ::close(fd);
+  }
+}
+
+}  // namespace
+
+std::pair<UniqueFd, UniqueFd> make_lifeline() {
+  static const int registered = ::pthread_atfork(nullptr, nullptr, close_in_child);
+  (void)registered;
+  int ends[2] = {-1, -1};
+  if (::pipe2(ends, O_CLOEXEC) != 0) {
+    throw MemoryError(str("[lockstep/shm] a pipe could not be made: ", std::strerror(errno),
+                          ". Is the limit on open files too low (ulimit -n)?"));
+  }
+  for (auto& entry : kept_ends()) {
+    int none = -1;
+    if (entry.compare_exchange_strong(none, ends[1])) break;
+  }
+  return {UniqueFd(ends[1]), UniqueFd(ends[0])};
+}
+
+void forget_lifeline(int fd) {
+  for (auto& entry : kept_ends()) {
+    int expected = fd;
+    if (entry.compare_exchange_strong(expected, -1)) return;
+  }
+}
+
+}  // namespace lockstep::shm

@@ -1,0 +1,82 @@
+#include "lockstep/shm/signal.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <climits>
+#include <ctime>
+#include <thread>
+
+namespace lockstep::shm {
+namespace {
+
+// Not the private kind: the sleeper may be in another process.
+void futex_wait(const std::atomic<std::uint32_t>& word, std::uint32_t seen, std::chrono::milliseconds nap) {
+  const timespec time = {.tv_sec = nap.count() / 1000, .tv_nsec = (nap.count() % 1000) * 1'000'000};
+  ::syscall(SYS_futex, &word, FUTEX_WAIT, seen, &time, nullptr, 0);
+}
+
+void futex_wake_all(const std::atomic<std::uint32_t>& word) {
+  ::syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+/// Tells the core that this is a spin loop. Once, since a pause takes up to 140 cycles on some cores.
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+#endif
+}
+
+}  // namespace
+
+void post(Signal& signal, std::uint32_t value) {
+  // Sequentially consistent with the sleeper's count-then-look: one of the two sees the other.
+  signal.value.store(value, std::memory_order_seq_cst);
+  if (signal.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(signal.value);
+}
+
+int usable_cores() {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  if (::sched_getaffinity(0, sizeof(cores), &cores) == 0) return std::max(1, CPU_COUNT(&cores));
+  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+}
+
+Patience Patience::of_caller(int ranks) {
+  static const int cores = usable_cores();
+  if (ranks <= cores) return {.spins = 4000, .yields = 200};
+  return {.spins = 0, .yields = 100};
+}
+
+Patience Patience::of_background() {
+  return {.spins = 50, .yields = 5};
+}
+
+void wait_for(Signal& signal, std::uint32_t target, const Patience& patience, Watch& watch) {
+  for (int i = 0; i < patience.spins; ++i) {
+    if (has_reached(signal, target)) return;
+    relax();
+  }
+  for (int i = 0; i < patience.yields; ++i) {
+    if (has_reached(signal, target)) return;
+    ::sched_yield();
+  }
+  auto nap = std::chrono::milliseconds(5);
+  while (true) {
+    signal.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    const auto seen = signal.value.load(std::memory_order_seq_cst);
+    const bool is_there = has_reached(seen, target);
+    if (!is_there) futex_wait(signal.value, seen, nap);
+    signal.sleepers.fetch_sub(1, std::memory_order_relaxed);
+    if (is_there || has_reached(signal, target)) return;
+    watch.check();
+    nap = std::min(nap * 2, kLongestNap);
+  }
+}
+
+}  // namespace lockstep::shm

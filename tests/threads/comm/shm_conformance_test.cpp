@@ -1,0 +1,19 @@
+// The conformance suite over shared memory, ranks being threads.
+#include "tests/conformance.h"
+
+#include "lockstep/testing/gtest.h"
+
+namespace lockstep {
+namespace {
+
+class ShmConformance : public ::testing::TestWithParam<int> {};
+
+TEST_P(ShmConformance, HoldsForEveryCollective) {
+  testing::run_threads_in_gtest({.world_size = GetParam(), .backend = "shm"},
+                                [](const World& world) { conformance::check_all(world, at::kCPU); });
+}
+
+INSTANTIATE_TEST_SUITE_P(Worlds, ShmConformance, ::testing::Values(1, 2, 3, 4, 5));
+
+}  // namespace
+}  // namespace lockstep
