@@ -37,8 +37,7 @@ std::vector<at::Tensor> only_list(const std::vector<std::vector<at::Tensor>>& li
 
 CallBackend::WorkPtr CallBackend::check_and_submit(Call call) {
   if (call.timeout == c10d::kUnsetTimeout) call.timeout = options_->timeout;
-  TORCH_CHECK(call.op != ReduceOp::PREMUL_SUM || takes_premul_sum(), "backend ", name_,
-              " does not support premul_sum");
+  TORCH_CHECK(call.op != ReduceOp::PREMUL_SUM || takes_premul_sum(), "backend ", name_, " does not support premul_sum");
   const auto problem = find_problem(call, rank_, size_);
   TORCH_CHECK(!problem, name_of(call.kind), ": ", *problem);
   return submit(std::move(call));

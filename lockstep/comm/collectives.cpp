@@ -23,128 +23,192 @@ Pending coalesced(const Call& call, const GroupPtr& group) {
   return checked_launch(call, group);
 }
 
+/// Blocks: the backend may run it right here.
+void run(Call call, const GroupPtr& group) {
+  call.is_async = false;
+  checked_launch(call, group).wait();
+}
+
+void run_coalesced(Call call, const GroupPtr& group) {
+  call.is_async = false;
+  coalesced(call, group).wait();
+}
+
+Call all_reduce_call(const at::Tensor& tensor, ReduceOp op) {
+  return {.kind = CallKind::kAllReduce, .inputs = {tensor}, .op = op};
+}
+
+Call all_reduce_coalesced_call(const std::vector<at::Tensor>& tensors, ReduceOp op) {
+  return {.kind = CallKind::kAllReduce, .inputs = tensors, .op = op};
+}
+
+Call reduce_call(const at::Tensor& tensor, int root, ReduceOp op) {
+  return {.kind = CallKind::kReduce, .inputs = {tensor}, .op = op, .root = root};
+}
+
+Call broadcast_call(const at::Tensor& tensor, int root) {
+  return {.kind = CallKind::kBroadcast, .inputs = {tensor}, .root = root};
+}
+
+Call all_gather_call(const std::vector<at::Tensor>& outputs, const at::Tensor& input) {
+  return {.kind = CallKind::kAllGather, .inputs = {input}, .outputs = outputs};
+}
+
+Call all_gather_into_tensor_call(const at::Tensor& output, const at::Tensor& input) {
+  return {.kind = CallKind::kAllGatherSingle, .inputs = {input}, .outputs = {output}};
+}
+
+Call all_gather_into_tensor_coalesced_call(const std::vector<at::Tensor>& outputs,
+                                           const std::vector<at::Tensor>& inputs) {
+  return {.kind = CallKind::kAllGatherSingle, .inputs = inputs, .outputs = outputs};
+}
+
+Call reduce_scatter_call(const at::Tensor& output, const std::vector<at::Tensor>& inputs, ReduceOp op) {
+  return {.kind = CallKind::kReduceScatter, .inputs = inputs, .outputs = {output}, .op = op};
+}
+
+Call reduce_scatter_tensor_call(const at::Tensor& output, const at::Tensor& input, ReduceOp op) {
+  return {.kind = CallKind::kReduceScatterSingle, .inputs = {input}, .outputs = {output}, .op = op};
+}
+
+Call reduce_scatter_tensor_coalesced_call(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
+                                          ReduceOp op) {
+  return {.kind = CallKind::kReduceScatterSingle, .inputs = inputs, .outputs = outputs, .op = op};
+}
+
+Call gather_call(const at::Tensor& input, const std::vector<at::Tensor>& outputs, int root) {
+  return {.kind = CallKind::kGather, .inputs = {input}, .outputs = outputs, .root = root};
+}
+
+Call scatter_call(const at::Tensor& output, const std::vector<at::Tensor>& inputs, int root) {
+  return {.kind = CallKind::kScatter, .inputs = inputs, .outputs = {output}, .root = root};
+}
+
+Call all_to_all_single_call(const at::Tensor& output, const at::Tensor& input,
+                            const std::vector<int64_t>& output_splits, const std::vector<int64_t>& input_splits) {
+  return {.kind = CallKind::kAllToAllSingle,
+          .inputs = {input},
+          .outputs = {output},
+          .input_splits = input_splits,
+          .output_splits = output_splits};
+}
+
 }  // namespace
 
 Pending launch_all_reduce(const at::Tensor& tensor, const GroupPtr& group, ReduceOp op) {
-  return checked_launch({.kind = CallKind::kAllReduce, .inputs = {tensor}, .op = op}, group);
+  return checked_launch(all_reduce_call(tensor, op), group);
 }
 
 void all_reduce(const at::Tensor& tensor, const GroupPtr& group, ReduceOp op) {
-  launch_all_reduce(tensor, group, op).wait();
+  run(all_reduce_call(tensor, op), group);
 }
 
 Pending launch_all_reduce_coalesced(const std::vector<at::Tensor>& tensors, const GroupPtr& group, ReduceOp op) {
-  return coalesced({.kind = CallKind::kAllReduce, .inputs = tensors, .op = op}, group);
+  return coalesced(all_reduce_coalesced_call(tensors, op), group);
 }
 
 void all_reduce_coalesced(const std::vector<at::Tensor>& tensors, const GroupPtr& group, ReduceOp op) {
-  launch_all_reduce_coalesced(tensors, group, op).wait();
+  run_coalesced(all_reduce_coalesced_call(tensors, op), group);
 }
 
 Pending launch_reduce(const at::Tensor& tensor, int root, const GroupPtr& group, ReduceOp op) {
-  return checked_launch({.kind = CallKind::kReduce, .inputs = {tensor}, .op = op, .root = root}, group);
+  return checked_launch(reduce_call(tensor, root, op), group);
 }
 
 void reduce(const at::Tensor& tensor, int root, const GroupPtr& group, ReduceOp op) {
-  launch_reduce(tensor, root, group, op).wait();
+  run(reduce_call(tensor, root, op), group);
 }
 
 Pending launch_broadcast(const at::Tensor& tensor, int root, const GroupPtr& group) {
-  return checked_launch({.kind = CallKind::kBroadcast, .inputs = {tensor}, .root = root}, group);
+  return checked_launch(broadcast_call(tensor, root), group);
 }
 
 void broadcast(const at::Tensor& tensor, int root, const GroupPtr& group) {
-  launch_broadcast(tensor, root, group).wait();
+  run(broadcast_call(tensor, root), group);
 }
 
 Pending launch_all_gather(const std::vector<at::Tensor>& outputs, const at::Tensor& input, const GroupPtr& group) {
-  return checked_launch({.kind = CallKind::kAllGather, .inputs = {input}, .outputs = outputs}, group);
+  return checked_launch(all_gather_call(outputs, input), group);
 }
 
 void all_gather(const std::vector<at::Tensor>& outputs, const at::Tensor& input, const GroupPtr& group) {
-  launch_all_gather(outputs, input, group).wait();
+  run(all_gather_call(outputs, input), group);
 }
 
 Pending launch_all_gather_into_tensor(const at::Tensor& output, const at::Tensor& input, const GroupPtr& group) {
-  return checked_launch({.kind = CallKind::kAllGatherSingle, .inputs = {input}, .outputs = {output}}, group);
+  return checked_launch(all_gather_into_tensor_call(output, input), group);
 }
 
 void all_gather_into_tensor(const at::Tensor& output, const at::Tensor& input, const GroupPtr& group) {
-  launch_all_gather_into_tensor(output, input, group).wait();
+  run(all_gather_into_tensor_call(output, input), group);
 }
 
 Pending launch_all_gather_into_tensor_coalesced(const std::vector<at::Tensor>& outputs,
                                                 const std::vector<at::Tensor>& inputs, const GroupPtr& group) {
-  return coalesced({.kind = CallKind::kAllGatherSingle, .inputs = inputs, .outputs = outputs}, group);
+  return coalesced(all_gather_into_tensor_coalesced_call(outputs, inputs), group);
 }
 
 void all_gather_into_tensor_coalesced(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
                                       const GroupPtr& group) {
-  launch_all_gather_into_tensor_coalesced(outputs, inputs, group).wait();
+  run_coalesced(all_gather_into_tensor_coalesced_call(outputs, inputs), group);
 }
 
 Pending launch_reduce_scatter(const at::Tensor& output, const std::vector<at::Tensor>& inputs, const GroupPtr& group,
                               ReduceOp op) {
-  return checked_launch({.kind = CallKind::kReduceScatter, .inputs = inputs, .outputs = {output}, .op = op}, group);
+  return checked_launch(reduce_scatter_call(output, inputs, op), group);
 }
 
 void reduce_scatter(const at::Tensor& output, const std::vector<at::Tensor>& inputs, const GroupPtr& group,
                     ReduceOp op) {
-  launch_reduce_scatter(output, inputs, group, op).wait();
+  run(reduce_scatter_call(output, inputs, op), group);
 }
 
 Pending launch_reduce_scatter_tensor(const at::Tensor& output, const at::Tensor& input, const GroupPtr& group,
                                      ReduceOp op) {
-  return checked_launch({.kind = CallKind::kReduceScatterSingle, .inputs = {input}, .outputs = {output}, .op = op},
-                        group);
+  return checked_launch(reduce_scatter_tensor_call(output, input, op), group);
 }
 
 void reduce_scatter_tensor(const at::Tensor& output, const at::Tensor& input, const GroupPtr& group, ReduceOp op) {
-  launch_reduce_scatter_tensor(output, input, group, op).wait();
+  run(reduce_scatter_tensor_call(output, input, op), group);
 }
 
 Pending launch_reduce_scatter_tensor_coalesced(const std::vector<at::Tensor>& outputs,
                                                const std::vector<at::Tensor>& inputs, const GroupPtr& group,
                                                ReduceOp op) {
-  return coalesced({.kind = CallKind::kReduceScatterSingle, .inputs = inputs, .outputs = outputs, .op = op}, group);
+  return coalesced(reduce_scatter_tensor_coalesced_call(outputs, inputs, op), group);
 }
 
 void reduce_scatter_tensor_coalesced(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
                                      const GroupPtr& group, ReduceOp op) {
-  launch_reduce_scatter_tensor_coalesced(outputs, inputs, group, op).wait();
+  run_coalesced(reduce_scatter_tensor_coalesced_call(outputs, inputs, op), group);
 }
 
 Pending launch_gather(const at::Tensor& input, const std::vector<at::Tensor>& outputs, int root,
                       const GroupPtr& group) {
-  return checked_launch({.kind = CallKind::kGather, .inputs = {input}, .outputs = outputs, .root = root}, group);
+  return checked_launch(gather_call(input, outputs, root), group);
 }
 
 void gather(const at::Tensor& input, const std::vector<at::Tensor>& outputs, int root, const GroupPtr& group) {
-  launch_gather(input, outputs, root, group).wait();
+  run(gather_call(input, outputs, root), group);
 }
 
 Pending launch_scatter(const at::Tensor& output, const std::vector<at::Tensor>& inputs, int root,
                        const GroupPtr& group) {
-  return checked_launch({.kind = CallKind::kScatter, .inputs = inputs, .outputs = {output}, .root = root}, group);
+  return checked_launch(scatter_call(output, inputs, root), group);
 }
 
 void scatter(const at::Tensor& output, const std::vector<at::Tensor>& inputs, int root, const GroupPtr& group) {
-  launch_scatter(output, inputs, root, group).wait();
+  run(scatter_call(output, inputs, root), group);
 }
 
 Pending launch_all_to_all_single(const at::Tensor& output, const at::Tensor& input, const GroupPtr& group,
                                  const std::vector<int64_t>& output_splits, const std::vector<int64_t>& input_splits) {
-  return checked_launch({.kind = CallKind::kAllToAllSingle,
-                         .inputs = {input},
-                         .outputs = {output},
-                         .input_splits = input_splits,
-                         .output_splits = output_splits},
-                        group);
+  return checked_launch(all_to_all_single_call(output, input, output_splits, input_splits), group);
 }
 
 void all_to_all_single(const at::Tensor& output, const at::Tensor& input, const GroupPtr& group,
                        const std::vector<int64_t>& output_splits, const std::vector<int64_t>& input_splits) {
-  launch_all_to_all_single(output, input, group, output_splits, input_splits).wait();
+  run(all_to_all_single_call(output, input, output_splits, input_splits), group);
 }
 
 void all_to_all(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, const GroupPtr& group) {

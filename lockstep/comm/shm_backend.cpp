@@ -7,12 +7,12 @@
 #include <c10/util/SmallVector.h>
 
 #include "lockstep/comm/shm_allocator.h"
+#include "lockstep/comm/shm_messages.h"
 #include "lockstep/shm/errors.h"
 
 namespace lockstep::detail {
-namespace {
 
-shm::DType dtype_of(at::ScalarType type) {
+shm::DType shm_dtype(at::ScalarType type) {
   switch (type) {
     case at::kFloat:
       return shm::DType::kFloat;
@@ -42,6 +42,8 @@ shm::DType dtype_of(at::ScalarType type) {
       return static_cast<shm::DType>(static_cast<int>(shm::DType::kFirstOther) + static_cast<int>(type));
   }
 }
+
+namespace {
 
 shm::Kind kind_of(CallKind kind) {
   switch (kind) {
@@ -207,7 +209,7 @@ void ShmWork::perform(bool is_background) {
                        .gets = gets_,
                        .timeout = call_.timeout};
   if (!subjects.empty()) {
-    request.dtype = dtype_of(subjects[0].scalar_type());
+    request.dtype = shm_dtype(subjects[0].scalar_type());
     request.element_bytes = subjects[0].element_size();
   }
   try {
@@ -234,7 +236,8 @@ ShmBackend::ShmBackend(std::shared_ptr<shm::Team> team, std::chrono::millisecond
       team_(std::move(team)),
       collectives_(std::make_shared<shm::Collectives>(team_)),
       queue_(std::make_shared<CallQueue>()),
-      allocator_(make_shm_allocator(team_)) {}
+      allocator_(make_shm_allocator(team_)),
+      messages_(team_) {}
 
 ShmBackend::~ShmBackend() {
   shutdown();
@@ -250,7 +253,33 @@ void ShmBackend::shutdown() {
     const auto reason = team_->seat().who() + " destroyed group '" + team_->seat().group + "'";
     if (!queue_->is_idle()) team_->fail(reason + " with collectives under way");
     queue_->close(reason);
+    messages_.close(reason);
   });
+}
+
+namespace {
+
+const at::Tensor& only_tensor(const std::vector<at::Tensor>& tensors, const char* operation) {
+  TORCH_CHECK(tensors.size() == 1, operation, " takes one tensor, got ", tensors.size());
+  TORCH_CHECK(tensors[0].device().is_cpu() && tensors[0].layout() == at::kStrided, operation,
+              ": backend shm takes dense CPU tensors, got ", describe(tensors[0]), " on ", tensors[0].device().str());
+  return tensors[0];
+}
+
+}  // namespace
+
+CallBackend::WorkPtr ShmBackend::send(std::vector<at::Tensor>& tensors, int to, int tag) {
+  TORCH_CHECK(to >= 0 && to < size_, "send: rank ", to, " is not in a group of ", size_);
+  return send_tensor(messages_, only_tensor(tensors, "send"), to, tag, default_timeout());
+}
+
+CallBackend::WorkPtr ShmBackend::recv(std::vector<at::Tensor>& tensors, int from, int tag) {
+  TORCH_CHECK(from >= 0 && from < size_, "recv: rank ", from, " is not in a group of ", size_);
+  return receive_tensor(messages_, only_tensor(tensors, "recv"), from, tag, default_timeout());
+}
+
+CallBackend::WorkPtr ShmBackend::recvAnysource(std::vector<at::Tensor>& tensors, int tag) {
+  return receive_tensor(messages_, only_tensor(tensors, "recv"), shm::Messages::kAnyRank, tag, default_timeout());
 }
 
 at::Tensor ShmBackend::allocateTensor(long size, at::TensorOptions options) {
@@ -278,7 +307,7 @@ CallBackend::WorkPtr ShmBackend::submit(Call call) {
     }
   }
   if (is_reduction(call.kind) && !subjects.empty()) {
-    const auto dtype = dtype_of(subjects[0].scalar_type());
+    const auto dtype = shm_dtype(subjects[0].scalar_type());
     TORCH_CHECK(shm::can_reduce(static_cast<shm::ReduceOp>(call.op), dtype), name_of(call.kind), ": ",
                 c10::toString(subjects[0].scalar_type()), " tensors have no ", name_of(call.op));
   }

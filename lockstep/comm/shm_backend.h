@@ -8,6 +8,7 @@
 #include "lockstep/comm/call_backend.h"
 #include "lockstep/comm/call_queue.h"
 #include "lockstep/shm/collective.h"
+#include "lockstep/shm/messages.h"
 #include "lockstep/shm/team.h"
 
 namespace lockstep::detail {
@@ -23,6 +24,10 @@ class ShmBackend final : public CallBackend {
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   bool supportsTensorAlloc(c10::DeviceIndex index) override;
 
+  WorkPtr send(std::vector<at::Tensor>& tensors, int to, int tag) override;
+  WorkPtr recv(std::vector<at::Tensor>& tensors, int from, int tag) override;
+  WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
+
   void abort() override;
   void shutdown() override;
 
@@ -36,6 +41,7 @@ class ShmBackend final : public CallBackend {
   const std::shared_ptr<shm::Collectives> collectives_;  // used by the queue's driver
   const std::shared_ptr<CallQueue> queue_;
   const std::shared_ptr<c10::Allocator> allocator_;
+  shm::Messages messages_;
   std::atomic<uint64_t> next_sequence_ = 0;
   std::once_flag closed_;
 };

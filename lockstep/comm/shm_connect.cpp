@@ -26,8 +26,7 @@ BackendPtr make_shm_backend(const BackendRequest& request) {
   const auto group = description_of(request);
   const auto what = str("making group '", request.group_name, "'");
   const auto mine = str(host_id(), " ", ::getpid());
-  const auto places =
-      request.size == 1 ? std::vector{mine} : check_in(*request.store, "places", what, group, mine);
+  const auto places = request.size == 1 ? std::vector{mine} : check_in(*request.store, "places", what, group, mine);
   const bool is_one_process = std::all_of(places.begin(), places.end(), [&](const auto& each) { return each == mine; });
 
   int round = 0;

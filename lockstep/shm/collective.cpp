@@ -64,7 +64,9 @@ class Collectives::Call {
   std::uint32_t run();
 
  private:
-  std::byte* payload(int rank, std::uint32_t step) const { return team_.slot(rank, step) + team_.layout().header_bytes; }
+  std::byte* payload(int rank, std::uint32_t step) const {
+    return team_.slot(rank, step) + team_.layout().header_bytes;
+  }
   void wait(Signal Lane::*signal, int rank, std::uint32_t target) {
     watch_.waits_for(rank);
     wait_for(team_.lane(rank).*signal, target, patience_, watch_);

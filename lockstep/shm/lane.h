@@ -1,6 +1,7 @@
 // What one rank shows to the others, and where it lies in its memory. Internal to shm.
 //
-//   | Lane | ring of slots: what I give, chunk by chunk | channels: what I send, per receiver | pool: zero-copy tensors |
+//   | Lane | ring of slots: what I give, chunk by chunk | channels: what I send, per receiver | pool: zero-copy tensors
+//   |
 //
 // Ranks that are processes map each other's memory; ranks that are threads share it. Only the owner writes to its lane,
 // ring and channels (a channel's `taken` is the receiver's), so every word has one writer.
@@ -30,13 +31,13 @@ struct alignas(64) Header {
   std::uint8_t kind = 0;
   ReduceOp op = ReduceOp::kSum;
   DType dtype = DType::kFloat;
-  bool is_exposed = false;        // the others can read my tensors where they are
+  bool is_exposed = false;  // the others can read my tensors where they are
   std::int32_t root = 0;
-  std::uint64_t bytes = 0;        // all I give or, if nothing, all I expect
-  std::uint64_t largest = 0;      // of my pieces
-  std::uint64_t layout = 0;       // hash of what has to be alike on all ranks
+  std::uint64_t bytes = 0;    // all I give or, if nothing, all I expect
+  std::uint64_t largest = 0;  // of my pieces
+  std::uint64_t layout = 0;   // hash of what has to be alike on all ranks
   std::uint64_t element_bytes = 1;
-  double factor = 1;              // of a premultiplied sum
+  double factor = 1;  // of a premultiplied sum
 };
 static_assert(sizeof(Header) == 64);
 

@@ -32,9 +32,9 @@ class Pool {
   const std::size_t begin_;
 
   mutable std::mutex mutex_;
-  std::size_t committed_end_;                   // behind the last page that exists
-  std::map<std::size_t, std::size_t> free_;     // offset to bytes; neighbours are merged
-  std::map<std::size_t, std::size_t> blocks_;   // handed out
+  std::size_t committed_end_;                  // behind the last page that exists
+  std::map<std::size_t, std::size_t> free_;    // offset to bytes; neighbours are merged
+  std::map<std::size_t, std::size_t> blocks_;  // handed out
 };
 
 }  // namespace lockstep::shm

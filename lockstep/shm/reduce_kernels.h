@@ -164,17 +164,19 @@ template <typename T, template <typename> class Operation>
 void reduce_elements(const ReduceTask& task) {
   using Accumulator = decltype(load(T{}));
   using Op = Operation<Accumulator>;
-  constexpr std::size_t kBlock = 4096 / sizeof(Accumulator);
+  // Several passes make small blocks: in large ones the processor's prefetch of each input would come to a halt.
+  constexpr std::size_t kSmallBlock = 1024 / sizeof(Accumulator);
+  const std::size_t block = task.input_count > 2 ? kSmallBlock : 4 * kSmallBlock;
   const std::size_t divisor = task.divisor;
   const std::size_t last_input = task.input_count - 1;
-  for (std::size_t begin = 0; begin < task.count; begin += kBlock) {
-    const std::size_t count = block_count(task, begin, kBlock);
+  for (std::size_t begin = 0; begin < task.count; begin += block) {
+    const std::size_t count = block_count(task, begin, block);
     T* out = output_at<T>(task, 0, begin);
     const T* first = input_at<T>(task, 0, begin);
     const T* last = input_at<T>(task, last_input, begin);
     const auto first_factor = Op::factor(task, 0);
     const auto last_factor = Op::factor(task, last_input);
-    if (task.input_count == 1) {
+    if (task.input_count == 1) {  // NOLINT(bugprone-branch-clone): the pragmas hide that the loops differ
 #pragma omp simd
       for (std::size_t i = 0; i < count; ++i) {
         out[i] = static_cast<T>(Op::finish(Op::scale(load(first[i]), first_factor), divisor));
@@ -186,7 +188,7 @@ void reduce_elements(const ReduceTask& task) {
         out[i] = static_cast<T>(Op::finish(Op::combine(a, Op::scale(load(last[i]), last_factor)), divisor));
       }
     } else {
-      alignas(64) Accumulator partial[kBlock];
+      alignas(64) Accumulator partial[kSmallBlock];
       const T* second = input_at<T>(task, 1, begin);
       const auto second_factor = Op::factor(task, 1);
 #pragma omp simd
@@ -240,10 +242,7 @@ void widen(const std::uint16_t* in, std::size_t count, float* out) {
     for (std::size_t i = 0; i < count; ++i) out[i] = wide[i];
     return;
   }
-  for (std::size_t i = 0; i + kStep <= count; i += kStep) {
-    __builtin_prefetch(in + i + 1024);
-    Format::widen(in + i, out + i);
-  }
+  for (std::size_t i = 0; i + kStep <= count; i += kStep) Format::widen(in + i, out + i);
   if (count % kStep != 0) Format::widen(in + count - kStep, out + count - kStep);
 }
 
@@ -264,7 +263,7 @@ void narrow(const float* in, std::size_t count, std::uint16_t* out) {
 template <typename Format, template <typename> class Operation>
 void reduce_halves(const ReduceTask& task) {
   using Op = Operation<float>;
-  constexpr std::size_t kBlock = 1024;
+  constexpr std::size_t kBlock = 256;
   alignas(64) float partial[kBlock];
   alignas(64) float next[kBlock];
   for (std::size_t begin = 0; begin < task.count; begin += kBlock) {
@@ -294,7 +293,7 @@ void reduce_parts(const ReduceTask& task) {
 /// The parts are kept apart: given pairs, GCC takes a fused multiply-add for them in spite of -ffp-contract=off.
 template <typename Real>
 void multiply_complex(const ReduceTask& task) {
-  constexpr std::size_t kBlock = 2048 / sizeof(Real);
+  constexpr std::size_t kBlock = 1024 / sizeof(Real);
   alignas(64) Real re[kBlock];
   alignas(64) Real im[kBlock];
   for (std::size_t begin = 0; begin < task.count; begin += kBlock) {

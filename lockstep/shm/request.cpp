@@ -165,10 +165,10 @@ void check_headers(const Request& request, const Shape& shape, const Team& team,
       const auto gives = sizes_in(team.slot(from, step))[to];
       const auto expects = sizes_in(team.slot(to, step))[ranks + from];
       if (gives == expects) continue;
-      throw MismatchError(both(from, to,
-                               str("rank ", team.seat().name_of(from), " gives ", gives / request.element_bytes,
-                                   " elements to rank ", team.seat().name_of(to), ", which expects ",
-                                   expects / request.element_bytes)));
+      throw MismatchError(
+          both(from, to,
+               str("rank ", team.seat().name_of(from), " gives ", gives / request.element_bytes, " elements to rank ",
+                   team.seat().name_of(to), ", which expects ", expects / request.element_bytes)));
     }
   }
 }

@@ -40,6 +40,17 @@ void post(Signal& signal, std::uint32_t value) {
   if (signal.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(signal.value);
 }
 
+void ring(Signal& signal) {
+  signal.value.fetch_add(1, std::memory_order_seq_cst);
+  if (signal.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(signal.value);
+}
+
+void nap(Signal& signal, std::uint32_t seen, std::chrono::milliseconds time) {
+  signal.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  if (signal.value.load(std::memory_order_seq_cst) == seen) futex_wait(signal.value, seen, time);
+  signal.sleepers.fetch_sub(1, std::memory_order_relaxed);
+}
+
 int usable_cores() {
   cpu_set_t cores;
   CPU_ZERO(&cores);
@@ -66,16 +77,14 @@ void wait_for(Signal& signal, std::uint32_t target, const Patience& patience, Wa
     if (has_reached(signal, target)) return;
     ::sched_yield();
   }
-  auto nap = std::chrono::milliseconds(5);
+  auto time = std::chrono::milliseconds(5);
   while (true) {
-    signal.sleepers.fetch_add(1, std::memory_order_seq_cst);
-    const auto seen = signal.value.load(std::memory_order_seq_cst);
-    const bool is_there = has_reached(seen, target);
-    if (!is_there) futex_wait(signal.value, seen, nap);
-    signal.sleepers.fetch_sub(1, std::memory_order_relaxed);
-    if (is_there || has_reached(signal, target)) return;
+    const auto seen = signal.value.load(std::memory_order_acquire);
+    if (has_reached(seen, target)) return;
+    nap(signal, seen, time);
+    if (has_reached(signal, target)) return;
     watch.check();
-    nap = std::min(nap * 2, kLongestNap);
+    time = std::min(time * 2, kLongestNap);
   }
 }
 

@@ -29,6 +29,12 @@ inline bool has_reached(const Signal& signal, std::uint32_t target) {
 /// Sets the counter and wakes whoever sleeps on it. Everything written before is seen by who waited.
 void post(Signal& signal, std::uint32_t value);
 
+/// Counts up by one; unlike post(), any number of ranks may.
+void ring(Signal& signal);
+
+/// Sleeps until the counter is no longer `seen`, or the time is over, or for no reason.
+void nap(Signal& signal, std::uint32_t seen, std::chrono::milliseconds time);
+
 /// How long to stay awake, in looks at the counter.
 struct Patience {
   int spins = 0;

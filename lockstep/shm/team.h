@@ -89,11 +89,11 @@ class Team {
   const Seat seat_;
   const Layout layout_;
   std::vector<std::byte*> bases_;
-  std::vector<SharedMemory> memories_;   // processes: one per rank, mine with its descriptor
-  std::vector<UniqueFd> lifelines_;      // processes: hangs up when that rank is gone
-  std::shared_ptr<Room> room_;           // threads
+  std::vector<SharedMemory> memories_;  // processes: one per rank, mine with its descriptor
+  std::vector<UniqueFd> lifelines_;     // processes: hangs up when that rank is gone
+  std::shared_ptr<Room> room_;          // threads
   UniqueFd own_lifeline_;
-  std::vector<bool> open_channels_;      // touched by the thread that sends
+  std::vector<bool> open_channels_;  // touched by the thread that sends
 };
 
 }  // namespace lockstep::shm

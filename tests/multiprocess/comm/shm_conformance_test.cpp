@@ -1,7 +1,8 @@
-// The conformance suite over shared memory, ranks being processes.
+// The conformance suite and messages over shared memory, ranks being processes.
 #include "tests/conformance.h"
 
 #include "lockstep/testing/gtest.h"
+#include "tests/shm_messages.h"
 
 namespace lockstep {
 namespace {
@@ -14,6 +15,14 @@ TEST_P(ShmConformance, HoldsForEveryCollective) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Worlds, ShmConformance, ::testing::Values(1, 2, 3, 4, 5));
+
+class ShmMessages : public ::testing::TestWithParam<int> {};
+
+TEST_P(ShmMessages, ArriveInOrder) {
+  testing::run_processes_in_gtest({.world_size = GetParam(), .backend = "shm"}, shm_messages::check_all);
+}
+
+INSTANTIATE_TEST_SUITE_P(Worlds, ShmMessages, ::testing::Values(2, 3, 5));
 
 }  // namespace
 }  // namespace lockstep
