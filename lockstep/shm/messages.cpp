@@ -232,6 +232,9 @@ void Messages::look_after() {
     // Twice, since its last words may have come between our look at the channel and this one.
     times = team_->is_gone(rank) ? times + 1 : 0;
     gone += times > 1 ? 1 : 0;
+    const bool has_died = times == 2 && !team_->has_left(rank);
+    // Collectives cannot go on either, and those who wait in one shall hear why.
+    if (has_died) team_->fail(str(team_->seat().who(), ": rank ", team_->seat().name_of(rank), " is gone"));
   }
   const auto now = Clock::now();
   fail_where([&](const Pending& pending, bool) -> std::string {

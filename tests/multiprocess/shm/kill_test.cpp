@@ -1,0 +1,199 @@
+// Ranks that are killed at any point: while they meet, in the middle of a collective, of a message, between two.
+// The ranks are this program again, without libtorch, so hundreds of them start in seconds.
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <future>
+#include <random>
+#include <thread>
+
+#include "lockstep/base/env.h"
+#include "lockstep/base/str.h"
+#include "lockstep/launch/child.h"
+#include "lockstep/shm/collective.h"
+#include "lockstep/shm/errors.h"
+#include "lockstep/shm/messages.h"
+#include "lockstep/shm/pool.h"
+
+namespace lockstep::shm {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr int kSawIt = 42;
+constexpr int kRanks = 3;
+
+/// Rank 0's word reaches the others through a file that appears at once.
+std::string agree_by_file(const std::string& path, int rank, const std::string& word) {
+  if (rank == 0) {
+    std::ofstream(path + ".new") << word;
+    std::rename((path + ".new").c_str(), path.c_str());
+    return word;
+  }
+  const auto deadline = std::chrono::steady_clock::now() + 2s;
+  while (std::chrono::steady_clock::now() < deadline) {
+    std::string found;
+    if (std::ifstream(path) >> found) return found;
+    std::this_thread::sleep_for(1ms);
+  }
+  throw PeerError("making the shared-memory group failed: rank 0 said nothing");
+}
+
+/// Collectives and messages without end, the same on all ranks. Returns only by exception.
+void work_until_a_peer_is_gone(int rank, unsigned seed, const std::string& path) {
+  auto team = Team::of_processes({.rank = rank, .size = kRanks, .group = "victims", .timeout = 1s},
+                                 [&](const std::string& word) { return agree_by_file(path, rank, word); });
+  Collectives collectives(team);
+  Messages messages(team);
+  Pool pool(team);
+  std::mt19937 random(seed);
+  std::vector<float> ordinary(200'000);
+  auto* shared = reinterpret_cast<float*>(pool.allocate(ordinary.size() * sizeof(float)));
+  while (true) {
+    const auto count = std::size_t{1} + random() % ordinary.size();
+    float* values = random() % 2 == 0 ? ordinary.data() : shared;
+    std::fill_n(values, count, 1.0F + static_cast<float>(rank));
+    const Span span{reinterpret_cast<std::byte*>(values), count * sizeof(float)};
+    const bool is_reduction = random() % 3 != 0;
+    Request request{.kind = is_reduction ? Kind::kAllReduce : Kind::kBroadcast, .element_bytes = sizeof(float)};
+    request.timeout = 30s;
+    if (is_reduction || rank == 0) request.gives = {&span, 1};
+    if (is_reduction || rank != 0) request.gets = {&span, 1};
+    collectives.run(request, Patience::of_caller(kRanks));
+    const float expected = is_reduction ? 6 : 1;
+    if (values[0] != expected || values[count - 1] != expected) {
+      std::printf("wrong result %g\n", values[0]);
+      std::_Exit(1);
+    }
+    if (random() % 4 != 0) continue;
+    std::promise<void> received;
+    std::promise<void> sent;
+    const auto into = [](std::promise<void>& promise) {
+      return [&promise](std::exception_ptr error, int) { error ? promise.set_exception(error) : promise.set_value(); };
+    };
+    std::vector<std::byte> box(span.bytes);
+    messages.send({.peer = (rank + 1) % kRanks, .span = span, .timeout = 30s, .done = into(sent)});
+    messages.receive({.peer = (rank + kRanks - 1) % kRanks,
+                      .span = {box.data(), box.size()},
+                      .timeout = 30s,
+                      .done = into(received)});
+    auto receiving = received.get_future();
+    auto sending = sent.get_future();
+    receiving.wait();
+    sending.wait();
+    receiving.get();
+    sending.get();
+  }
+}
+
+/// The body of a rank process; not a test by itself.
+TEST(Victim, DISABLED_Rank) {
+  const int rank = std::stoi(*env("LOCKSTEP_TEST_RANK"));
+  if (env("LOCKSTEP_TEST_FORKS") && ::fork() == 0) {
+    // What a data loader does: a child that outlives its parent by far.
+    ::sleep(60);
+    std::_Exit(0);
+  }
+  try {
+    work_until_a_peer_is_gone(rank, static_cast<unsigned>(std::stoul(*env("LOCKSTEP_TEST_SEED"))),
+                              *env("LOCKSTEP_TEST_MEETING"));
+  } catch (const PeerError& error) {
+    std::printf("%s\n", error.what());
+    std::fflush(stdout);
+    std::_Exit(kSawIt);
+  }
+}
+
+std::string read_all(int fd) {
+  std::string text;
+  char buffer[4096];
+  for (ssize_t got = 0; (got = ::read(fd, buffer, sizeof(buffer))) > 0;)
+    text.append(buffer, static_cast<std::size_t>(got));
+  return text;
+}
+
+/// Starts the ranks, kills one after a while and looks at what the others make of it.
+void kill_one(unsigned seed, bool forks) {
+  SCOPED_TRACE(str("seed ", seed));
+  std::mt19937 random(seed);
+  const int victim = static_cast<int>(random() % kRanks);
+  const auto delay = std::chrono::microseconds(random() % 40'000);
+  std::string folder = "/tmp/lockstep-kill-XXXXXX";
+  ASSERT_NE(::mkdtemp(folder.data()), nullptr);
+  const auto meeting = folder + "/meeting";
+  std::vector<Child> ranks;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    EnvironmentChanges environment = {{"LOCKSTEP_TEST_RANK", std::to_string(rank)},
+                                      {"LOCKSTEP_TEST_SEED", std::to_string(seed)},
+                                      {"LOCKSTEP_TEST_MEETING", meeting}};
+    if (forks && rank == victim) environment["LOCKSTEP_TEST_FORKS"] = "1";
+    ranks.emplace_back(ChildOptions{.argv = {"/proc/self/exe", "--gtest_also_run_disabled_tests",
+                                             "--gtest_filter=Victim.DISABLED_Rank", "--gtest_brief=1"},
+                                    .environment = environment,
+                                    .inherited_fds = {}});
+  }
+  std::this_thread::sleep_for(delay + (forks ? 100ms : 0ms));
+  // The one process, not its tree: a forked child must not keep it looking alive.
+  ::kill(ranks[static_cast<std::size_t>(victim)].pid(), SIGKILL);
+  const auto killed = Child::Clock::now();
+  std::string all_texts;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    if (rank == victim) continue;
+    auto& survivor = ranks[static_cast<std::size_t>(rank)];
+    while (!survivor.exit_status() && Child::Clock::now() < killed + 10s) survivor.wait_until_gone(10ms);
+    const auto text = read_all(survivor.stdout_fd());
+    ASSERT_TRUE(survivor.exit_status()) << "rank " << rank << " still waits for rank " << victim;
+    EXPECT_EQ(survivor.exit_status()->code, kSawIt) << "rank " << rank << ": " << text;
+    all_texts += text;
+  }
+  EXPECT_NE(all_texts.find(str(": rank ", victim, " ")), std::string::npos) << all_texts;
+  // Those who were still meeting wait for who did not come; afterwards everybody knows who is gone, and soon.
+  if (all_texts.find("making the shared-memory group") == std::string::npos) {
+    for (int rank = 0; rank < kRanks; ++rank) {
+      if (rank == victim) continue;
+      EXPECT_LT(ranks[static_cast<std::size_t>(rank)].exit_time() - killed, 1500ms) << "rank " << rank;
+      EXPECT_NE(all_texts.find(str("rank ", victim, " is gone")), std::string::npos) << all_texts;
+    }
+  }
+  for (const char* file : {"/meeting", "/meeting.new"}) ::unlink((folder + file).c_str());
+  ::rmdir(folder.c_str());
+}
+
+std::size_t shared_memory_bytes() {
+  std::string line;
+  for (std::ifstream info("/proc/meminfo"); std::getline(info, line);) {
+    if (line.starts_with("Shmem:")) return std::stoull(line.substr(6)) * 1024;
+  }
+  return 0;
+}
+
+std::string lockstep_sockets() {
+  std::string line;
+  std::string found;
+  for (std::ifstream sockets("/proc/net/unix"); std::getline(sockets, line);) {
+    if (line.find("@lockstep-") != std::string::npos) found += line + "\n";
+  }
+  return found;
+}
+
+TEST(Kill, AtAnyPointIsNoticedByTheOthersAndLeavesNothing) {
+  const auto before = shared_memory_bytes();
+  for (unsigned seed = 1; seed <= 200; ++seed) {
+    kill_one(seed, false);
+    if (HasFatalFailure()) return;
+  }
+  // 200 teams would have left 600 rings and pools of a MiB each; other programs may use a little meanwhile.
+  EXPECT_LT(shared_memory_bytes(), before + (std::size_t{64} << 20));
+  EXPECT_EQ(lockstep_sockets(), "");
+}
+
+TEST(Kill, IsNoticedThoughAForkedChildLivesOn) {
+  for (const unsigned seed : {1001U, 1002U, 1003U}) kill_one(seed, true);
+}
+
+}  // namespace
+}  // namespace lockstep::shm
