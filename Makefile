@@ -21,10 +21,10 @@ cmake --preset $(1) -ULOCKSTEP_TORCH_CMAKE_DIR -DLOCKSTEP_PYTHON="$$(cat build/t
   >build/configure.log || { cat build/configure.log; exit 1; }
 endef
 
-.PHONY: help setup configure build demo test bench check quick-check format clean asan tsan
+.PHONY: help setup configure build python python-install demo test bench check quick-check format clean asan tsan
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 setup: ## install what is missing: system packages, torch
 	@tools/setup.sh build
@@ -34,6 +34,13 @@ configure: setup ## let CMake prepare the build
 
 build: configure ## build everything
 	@cmake --build --preset dev -j $(JOBS)
+
+python: configure ## the Python plugin: import lockstep_torch
+	@cmake --build --preset dev -j $(JOBS) --target lockstep_python_plugin
+	@echo 'Built build/python/lockstep_torch. Use it with PYTHONPATH=$(CURDIR)/build/python, or run: make python-install'
+
+python-install: python ## copy the plugin into site-packages of the Python it was built for
+	@cmake --install build --component python
 
 demo: configure ## an all-reduce on local ranks, with its bandwidth (RANKS=2)
 	@cmake --build --preset dev -j $(JOBS) --target lockstep-run example_all_reduce

@@ -36,6 +36,10 @@ need_header() {
   missing+=("$1")
 }
 
+has_python_headers() {
+  [ -e "$("${python:-python3}" -c 'import sysconfig; print(sysconfig.get_path("include"))' 2>/dev/null)/Python.h" ]
+}
+
 sudo=()
 may_install() {
   command -v apt-get >/dev/null 2>&1 || return 1
@@ -174,8 +178,12 @@ required=("${missing[@]}")
 missing=()
 need_command ccache ccache
 need_header libgloo-dev gloo/rendezvous/store.h
+need_header nlohmann-json3-dev nlohmann/json.hpp
 need_command openmpi-bin mpirun
+# mpicc comes without the headers it needs.
+mpicc -x c -include mpi.h -fsyntax-only /dev/null >/dev/null 2>&1 || missing+=(libopenmpi-dev)
 need_command iproute2 ip
+has_python_headers || missing+=(python3-dev)
 optional=("${missing[@]}")
 
 require_packages "${required[@]}"
@@ -191,11 +199,19 @@ fi
 
 if [ -n "$must_install_torch" ]; then
   say "no torch 2.11 or later found: installing torch==$torch_version into .venv, which may take some minutes"
-  pip_install "torch==$torch_version" numpy
+  pip_install "torch==$torch_version" numpy pytest
   has_torch .venv/bin/python3 || die "pip installed torch into .venv, but without the files that C++ programs are built with"
   python=$PWD/.venv/bin/python3
 fi
 printf '%s\n' "$python" >build/torch_python
+
+# Environments made before there was a plugin. Tried once: the tests of the plugin are skipped without it.
+if [ "$python" = "$PWD/.venv/bin/python3" ] && ! has_installed 'pytest-*' && [ ! -e build/.pytest_tried ]; then
+  touch build/.pytest_tried
+  say "installing pytest into .venv"
+  .venv/bin/python3 -m pip install -q --disable-pip-version-check pytest >&2 ||
+    say "going on without pytest: the tests of the Python plugin will be skipped"
+fi
 
 if [ -n "$must_install_clang_tools" ]; then
   say "installing clang-format and clang-tidy $clang_tools_version into .venv"

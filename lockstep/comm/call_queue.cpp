@@ -54,7 +54,7 @@ c10::intrusive_ptr<c10::ivalue::Future> QueuedWork::getFuture() {
 
 CallQueue::~CallQueue() = default;
 
-void CallQueue::drive(std::unique_lock<std::mutex>& lock, const WorkPtr& work, bool is_background) {
+void CallQueue::drive(std::unique_lock<std::mutex>& lock, WorkPtr work, bool is_background) {
   is_driven_ = true;
   lock.unlock();
   std::exception_ptr error;
@@ -70,9 +70,10 @@ void CallQueue::drive(std::unique_lock<std::mutex>& lock, const WorkPtr& work, b
   is_driven_ = false;
   const auto future = work->future_;
   changed_.notify_all();
-  if (!future) return;
   lock.unlock();
-  complete(*future, work->result(), error);
+  if (future) complete(*future, work->result(), error);
+  // Not under the lock: the last reference to a Python tensor takes the GIL, whose holder may ask isCompleted().
+  work.reset();
   lock.lock();
 }
 
@@ -103,9 +104,9 @@ bool CallQueue::wait(QueuedWork& work, std::chrono::milliseconds timeout) {
       // Driving could not be given up when the time is over.
       if (changed_.wait_until(lock, deadline) == std::cv_status::timeout) return work.is_done_;
     } else if (!is_driven_ && !waiting_.empty()) {
-      const auto next = waiting_.front();
+      auto next = std::move(waiting_.front());
       waiting_.pop_front();
-      drive(lock, next, false);
+      drive(lock, std::move(next), false);
     } else {
       changed_.wait(lock);
     }
@@ -118,9 +119,9 @@ void CallQueue::run_in_background() {
   while (true) {
     changed_.wait(lock, [&] { return is_closed_ || (!is_driven_ && !waiting_.empty()); });
     if (is_closed_) return;
-    const auto next = waiting_.front();
+    auto next = std::move(waiting_.front());
     waiting_.pop_front();
-    drive(lock, next, true);
+    drive(lock, std::move(next), true);
   }
 }
 

@@ -68,7 +68,7 @@ class CallQueue : public std::enable_shared_from_this<CallQueue> {
   friend class QueuedWork;
   bool wait(QueuedWork& work, std::chrono::milliseconds timeout);
   /// Runs one call with the driver's seat taken and the lock released, then takes the lock again.
-  void drive(std::unique_lock<std::mutex>& lock, const WorkPtr& work, bool is_background);
+  void drive(std::unique_lock<std::mutex>& lock, WorkPtr work, bool is_background);
   void run_in_background();
 
   mutable std::mutex mutex_;

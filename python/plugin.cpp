@@ -1,0 +1,36 @@
+// The compiled half of the Python package lockstep_torch: makes a Lockstep backend for torch.distributed, which then
+// calls it as it calls its own. Python sees the result through torch's bindings of c10d::Backend.
+#include <torch/csrc/utils/pybind.h>
+
+#include <chrono>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "lockstep/comm/backend_registry.h"
+
+namespace {
+
+// What Python calls "shm" is this backend of backend_registry.h.
+constexpr auto kBackendName = "shm";
+
+/// This rank's end of a group. Collective over the group's ranks; blocks until all have come or the timeout is over.
+lockstep::BackendPtr create(const c10d::DistributedBackendOptions& options) {
+  const auto& ranks = options.global_ranks_in_group;  // empty for the world
+  return lockstep::make_backend(kBackendName,
+                                {.store = options.store,
+                                 .rank = options.group_rank,
+                                 .size = options.group_size,
+                                 .group_name = options.group_id,
+                                 .timeout = std::chrono::duration_cast<std::chrono::milliseconds>(options.timeout),
+                                 .address = "127.0.0.1",
+                                 .global_ranks = {ranks.begin(), ranks.end()}});
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_lockstep_torch, module) {
+  module.attr("backend_name") = kBackendName;
+  // Without the GIL: other threads may run while this one waits for ranks, and a store written in Python needs it.
+  module.def("create", &create, pybind11::arg("options"), pybind11::call_guard<pybind11::gil_scoped_release>());
+}
