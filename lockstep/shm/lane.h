@@ -17,10 +17,10 @@
 
 namespace lockstep::shm {
 
-// Steps that can be under way at once; a rank can be this far ahead of the slowest.
-inline constexpr std::uint32_t kSlots = 8;
+// Steps that can be under way at once: how far a rank can be ahead of the slowest.
+inline constexpr std::uint32_t kSlots = 4;
 // Bytes of one step: a few of them from every rank stay in the caches.
-inline constexpr std::size_t kChunkBytes = std::size_t{128} << 10;
+inline constexpr std::size_t kChunkBytes = std::size_t{256} << 10;
 // One step of one message from one rank to another, and how many can be under way.
 inline constexpr std::size_t kMessageChunkBytes = std::size_t{64} << 10;
 inline constexpr std::uint32_t kMessageSlots = 4;

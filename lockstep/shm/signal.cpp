@@ -60,8 +60,8 @@ int usable_cores() {
 
 Patience Patience::of_caller(int ranks) {
   static const int cores = usable_cores();
-  if (ranks <= cores) return {.spins = 4000, .yields = 200};
-  return {.spins = 0, .yields = 100};
+  if (ranks <= cores) return {.spins = 500, .yields = 1000};
+  return {.spins = 0, .yields = 1000};
 }
 
 Patience Patience::of_background() {
