@@ -16,22 +16,19 @@ void complete(c10::ivalue::Future& future, const std::vector<at::Tensor>& result
 }  // namespace
 
 bool QueuedWork::isCompleted() {
-  const std::lock_guard lock(queue_->mutex_);
   return is_done_;
 }
 
 bool QueuedWork::isSuccess() const {
-  const std::lock_guard lock(queue_->mutex_);
   return is_done_ && !error_;
 }
 
 std::exception_ptr QueuedWork::exception() const {
-  const std::lock_guard lock(queue_->mutex_);
-  return error_;
+  return is_done_ ? error_ : nullptr;
 }
 
 bool QueuedWork::wait(std::chrono::milliseconds timeout) {
-  if (!queue_->wait(*this, timeout)) {
+  if (!is_done_ && !queue_->wait(*this, timeout)) {
     throw c10::DistBackendError("[lockstep/comm] the collective did not finish within " +
                                 std::to_string(timeout.count()) + " ms, the limit given to wait()");
   }
@@ -64,8 +61,8 @@ void CallQueue::drive(std::unique_lock<std::mutex>& lock, WorkPtr work, bool is_
     error = std::current_exception();
   }
   lock.lock();
-  work->is_done_ = true;
   work->error_ = error;
+  work->is_done_ = true;
   // The seat is free before callbacks run: they may wait for other calls of this queue.
   is_driven_ = false;
   const auto future = work->future_;
@@ -138,8 +135,8 @@ void CallQueue::close(const std::string& reason) {
     close_reason_ = reason;
     given_up.swap(waiting_);
     for (const auto& work : given_up) {
-      work->is_done_ = true;
       work->error_ = std::make_exception_ptr(c10::DistBackendError(reason));
+      work->is_done_ = true;
     }
     changed_.notify_all();
     // A callback may drop the last reference to the owner while it runs on this very thread.

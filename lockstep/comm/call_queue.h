@@ -4,6 +4,7 @@
 // caller that waits at once pays for no switch of threads. Whoever runs a call *drives*; there is one driver at a time.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -41,8 +42,8 @@ class QueuedWork : public c10d::Work {
   const std::shared_ptr<CallQueue> queue_;
   const uint64_t sequence_;
 
-  // Guarded by the queue's mutex.
-  bool is_done_ = false;
+  // Written under the queue's mutex; once is_done_ is set, error_ no longer changes.
+  std::atomic<bool> is_done_ = false;
   std::exception_ptr error_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };

@@ -108,12 +108,11 @@ class ShmWork final : public QueuedWork {
   ShmWork(std::shared_ptr<CallQueue> queue, std::shared_ptr<shm::Collectives> collectives, Call call, int rank,
           int ranks, uint64_t sequence)
       : QueuedWork(std::move(queue), rank, sequence), collectives_(std::move(collectives)), call_(std::move(call)) {
-    results_ = call_.results();
     make_contiguous();
     collect_spans(ranks);
   }
 
-  std::vector<at::Tensor> result() override { return results_; }
+  std::vector<at::Tensor> result() override { return results_.empty() ? call_.results() : results_; }
 
  protected:
   void perform(bool is_background) override;
@@ -125,13 +124,20 @@ class ShmWork final : public QueuedWork {
 
   const std::shared_ptr<shm::Collectives> collectives_;
   Call call_;  // contiguous tensors only
-  std::vector<at::Tensor> results_;
+  std::vector<at::Tensor> results_;  // the caller's own, if others took their place
   std::vector<std::pair<at::Tensor, at::Tensor>> to_write_back_;  // from a contiguous one to the caller's own
   Spans gives_;
   Spans gets_;
 };
 
+bool is_contiguous(const std::vector<at::Tensor>& tensors) {
+  return std::all_of(tensors.begin(), tensors.end(), [](const auto& tensor) { return tensor.is_contiguous(); });
+}
+
 void ShmWork::make_contiguous() {
+  const bool is_all_to_all = call_.kind == CallKind::kAllToAll || call_.kind == CallKind::kAllToAllSingle;
+  if (is_contiguous(call_.inputs) && is_contiguous(call_.outputs) && !is_all_to_all) return;
+  results_ = call_.results();
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const bool is_in_place = call_.outputs.empty();
@@ -148,7 +154,7 @@ void ShmWork::make_contiguous() {
     to_write_back_.emplace_back(output, own);
   }
   // An all-to-all writes what others still have to read; everything else may work in place.
-  if (call_.kind != CallKind::kAllToAll && call_.kind != CallKind::kAllToAllSingle) return;
+  if (!is_all_to_all) return;
   for (auto& input : call_.inputs) {
     for (const auto& output : call_.outputs) {
       if (!overlap(input, output)) continue;
