@@ -157,6 +157,23 @@ inline void check_gathers_coalesced(const Place& place, at::ScalarType dtype, at
   }
 }
 
+/// Lists of several tensors per rank; backends of ours only, and only through c10d: Python calls it deprecated.
+inline void check_list_gathers_coalesced(const Place& place, at::ScalarType dtype) {
+  const int ranks = place.world_size();
+  Call call{.kind = CallKind::kAllGather};
+  for (int i = 0; i < 3; ++i) call.inputs.push_back(values(place.rank(), 4 + i, dtype, at::kCPU, i));
+  for (int rank = 0; rank < ranks; ++rank) {
+    for (const auto& input : call.inputs) call.outputs.push_back(at::empty_like(input));
+  }
+  launch(call, place.group()).wait();
+  for (int rank = 0; rank < ranks; ++rank) {
+    for (int i = 0; i < 3; ++i) {
+      testing::check_equal(label("all_gather_coalesced", dtype, 4 + i), call.outputs[rank * 3 + i],
+                           values(rank, 4 + i, dtype, at::kCPU, i));
+    }
+  }
+}
+
 inline void check_reduce_scatters(const Place& place, at::ScalarType dtype, int64_t size, ReduceOp op,
                                   at::Device device) {
   const int ranks = place.world_size();

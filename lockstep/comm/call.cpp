@@ -120,7 +120,9 @@ std::optional<std::string> find_problem(const Call& call, int rank, int size) {
   };
   switch (call.kind) {
     case CallKind::kAllGather:
-      return wrong_count(call.outputs, "outputs");
+      if (call.inputs.size() == 1) return wrong_count(call.outputs, "outputs");
+      if (call.outputs.size() == call.inputs.size() * static_cast<std::size_t>(size)) return std::nullopt;
+      return str(call.inputs.size(), " inputs of ", size, " ranks, but ", call.outputs.size(), " outputs");
     case CallKind::kReduceScatter:
       if (call.outputs.empty()) return "there is no output";
       return wrong_count(call.inputs, "inputs");
@@ -221,8 +223,15 @@ c10::intrusive_ptr<c10d::Work> dispatch(c10d::Backend& backend, const Call& call
     case CallKind::kBroadcast:
       return backend.broadcast(inputs, options_for<c10d::BroadcastOptions>(call));
     case CallKind::kAllGather: {
-      std::vector<std::vector<at::Tensor>> lists = {outputs};
-      return backend.allgather(lists, inputs, options_for<c10d::AllgatherOptions>(call));
+      if (inputs.size() == 1) {
+        std::vector<std::vector<at::Tensor>> lists = {outputs};
+        return backend.allgather(lists, inputs, options_for<c10d::AllgatherOptions>(call));
+      }
+      std::vector<std::vector<at::Tensor>> lists;
+      for (auto from = outputs.begin(); from != outputs.end(); from += static_cast<std::ptrdiff_t>(inputs.size())) {
+        lists.emplace_back(from, from + static_cast<std::ptrdiff_t>(inputs.size()));
+      }
+      return backend.allgather_coalesced(lists, inputs, options_for<c10d::AllgatherOptions>(call));
     }
     case CallKind::kAllGatherSingle:
       if (inputs.size() == 1) {

@@ -20,7 +20,7 @@ enum class CallKind {
   kAllReduce,            // inputs[i], in place; several tensors are reduced as one
   kReduce,               // inputs[0], in place on the root
   kBroadcast,            // inputs[0], in place
-  kAllGather,            // inputs[0] to outputs[rank]
+  kAllGather,            // inputs[i] to outputs[rank * inputs + i]
   kAllGatherSingle,      // inputs[i] to outputs[i], which holds world_size pieces
   kReduceScatter,        // inputs[rank] to outputs[0]
   kReduceScatterSingle,  // inputs[i], which holds world_size pieces, to outputs[i]

@@ -80,6 +80,14 @@ CallBackend::WorkPtr CallBackend::allgather_into_tensor_coalesced(std::vector<at
   return check_and_submit(call_of(CallKind::kAllGatherSingle, inputs, outputs, options));
 }
 
+CallBackend::WorkPtr CallBackend::allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs,
+                                                      std::vector<at::Tensor>& inputs,
+                                                      const c10d::AllgatherOptions& options) {
+  std::vector<at::Tensor> all;
+  for (const auto& list : outputs) all.insert(all.end(), list.begin(), list.end());
+  return check_and_submit(call_of(CallKind::kAllGather, inputs, all, options));
+}
+
 CallBackend::WorkPtr CallBackend::gather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
                                          const c10d::GatherOptions& options) {
   check_one(inputs, "gather");

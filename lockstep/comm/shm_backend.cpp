@@ -123,8 +123,8 @@ class ShmWork final : public QueuedWork {
   bool is_root() const { return rank_ == call_.root; }
 
   const std::shared_ptr<shm::Collectives> collectives_;
-  Call call_;  // contiguous tensors only
-  std::vector<at::Tensor> results_;  // the caller's own, if others took their place
+  Call call_;                                                     // contiguous tensors only
+  std::vector<at::Tensor> results_;                               // the caller's own, if others took their place
   std::vector<std::pair<at::Tensor, at::Tensor>> to_write_back_;  // from a contiguous one to the caller's own
   Spans gives_;
   Spans gets_;

@@ -130,8 +130,17 @@ void perform(const std::vector<const Call*>& calls) {
     case CallKind::kBroadcast:
       for (const Call* call : calls) write(call->inputs[0], calls[first.root]->inputs[0]);
       return;
-    case CallKind::kAllGather:
-      return all_gather(calls, 0, each([](const Call& call) { return call.outputs; }));
+    case CallKind::kAllGather: {
+      const auto count = first.inputs.size();
+      for (std::size_t i = 0; i < count; ++i) {
+        all_gather(calls, i, each([&](const Call& call) {
+                     Pieces pieces;
+                     for (int rank = 0; rank < size; ++rank) pieces.push_back(call.outputs[rank * count + i]);
+                     return pieces;
+                   }));
+      }
+      return;
+    }
     case CallKind::kAllGatherSingle:
       for (std::size_t i = 0; i < first.inputs.size(); ++i) {
         all_gather(calls, i, each([&](const Call& call) { return pieces_of(call.outputs[i], {}, size); }));

@@ -23,6 +23,28 @@ void futex_wake_all(const std::atomic<std::uint32_t>& word) {
   ::syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
+using Clock = std::chrono::steady_clock;
+
+// Giving the core away is the quickest way to a peer that waits for it. If it goes to a stranger instead, it comes back
+// milliseconds later, while a sleeper is woken within microseconds: then nobody yields for a while.
+constexpr auto kQuickYield = std::chrono::microseconds(200);
+constexpr auto kTimeWithoutYields = std::chrono::milliseconds(100);
+std::atomic<Clock::rep> yields_again_at = 0;
+
+bool may_yield() {
+  const auto again_at = yields_again_at.load(std::memory_order_relaxed);
+  return again_at == 0 || Clock::now().time_since_epoch().count() >= again_at;
+}
+
+bool yield_quickly() {
+  const auto before = Clock::now();
+  ::sched_yield();
+  const auto after = Clock::now();
+  if (after - before < kQuickYield) return true;
+  yields_again_at.store((after + kTimeWithoutYields).time_since_epoch().count(), std::memory_order_relaxed);
+  return false;
+}
+
 /// Tells the core that this is a spin loop. Once, since a pause takes up to 140 cycles on some cores.
 inline void relax() {
 #if defined(__x86_64__)
@@ -60,8 +82,8 @@ int usable_cores() {
 
 Patience Patience::of_caller(int ranks) {
   static const int cores = usable_cores();
-  if (ranks <= cores) return {.spins = 500, .yields = 1000};
-  return {.spins = 0, .yields = 1000};
+  if (ranks <= cores) return {.spins = 500, .yields = 100};
+  return {.spins = 0, .yields = 100};
 }
 
 Patience Patience::of_background() {
@@ -73,9 +95,11 @@ void wait_for(Signal& signal, std::uint32_t target, const Patience& patience, Wa
     if (has_reached(signal, target)) return;
     relax();
   }
-  for (int i = 0; i < patience.yields; ++i) {
-    if (has_reached(signal, target)) return;
-    ::sched_yield();
+  if (may_yield()) {
+    for (int i = 0; i < patience.yields; ++i) {
+      if (has_reached(signal, target)) return;
+      if (!yield_quickly()) break;
+    }
   }
   auto time = std::chrono::milliseconds(5);
   while (true) {

@@ -10,8 +10,10 @@ class ThreadConformance : public ::testing::TestWithParam<int> {};
 
 // TEST-12: every collective, dtype, size and reduction.
 TEST_P(ThreadConformance, HoldsForEveryCollective) {
-  testing::run_threads_in_gtest({.world_size = GetParam()},
-                                [](const World& world) { conformance::check_all(world, at::kCPU); });
+  testing::run_threads_in_gtest({.world_size = GetParam()}, [](const World& world) {
+    conformance::check_all(world, at::kCPU);
+    conformance::check_list_gathers_coalesced(world, at::kFloat);
+  });
 }
 
 // TEST-63: the same under random yields and late completions.

@@ -10,8 +10,10 @@ namespace {
 class ShmConformance : public ::testing::TestWithParam<int> {};
 
 TEST_P(ShmConformance, HoldsForEveryCollective) {
-  testing::run_threads_in_gtest({.world_size = GetParam(), .backend = "shm"},
-                                [](const World& world) { conformance::check_all(world, at::kCPU); });
+  testing::run_threads_in_gtest({.world_size = GetParam(), .backend = "shm"}, [](const World& world) {
+    conformance::check_all(world, at::kCPU);
+    conformance::check_list_gathers_coalesced(world, at::kFloat);
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Worlds, ShmConformance, ::testing::Values(1, 2, 3, 4, 5));
