@@ -35,7 +35,7 @@ void run(double mebibytes, int rounds) {
   const double median = milliseconds[milliseconds.size() / 2];
   if (world.rank() == 0) {
     std::printf("all-reduce of %.1f MiB on %d ranks started by %s, backend %s: sum %s\n", mebibytes, world.world_size(),
-                world.launcher().c_str(), lockstep::backend_spec(world.group()).c_str(),
+                world.launcher().c_str(), world.group()->getBackend(world.device().type())->getBackendName().c_str(),
                 is_correct ? "correct" : "WRONG");
     std::printf("median %.2f ms of %d rounds (fastest %.2f, slowest %.2f), %.2f GB/s per rank\n", median, rounds,
                 milliseconds.front(), milliseconds.back(), mebibytes * 1024 * 1024 / median / 1e6);

@@ -1,5 +1,5 @@
-// Backends by name. Built in: "shm", "gloo", "threads", and "nccl" where CMake found it. Others can be added before
-// init().
+// Backends by name. Built in: "shm" (shared memory, and gloo between one rank per host), "gloo", "threads", and "nccl"
+// where CMake found it. Others can be added before init().
 #pragma once
 
 #include <functional>

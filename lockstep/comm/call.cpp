@@ -188,8 +188,8 @@ Options options_for(const Call& call) {
   Options options;
   options.timeout = call.timeout;
   if constexpr (requires { options.reduceOp; }) {
-    options.reduceOp = call.op;
-    // By its old name, which all releases know.
+    // Its constructor refuses PREMUL_SUM; the supplement by its old name, which all releases know.
+    options.reduceOp.op_ = call.op;
     if (call.op == ReduceOp::PREMUL_SUM) {
       options.reduceOp.supplement_ = c10::make_intrusive<c10d::NCCLPreMulSumSupplement>(call.factor);
     }

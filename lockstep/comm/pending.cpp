@@ -20,10 +20,16 @@ namespace {
 // How long a rank waits before it asks whether others have given up, and between asking again.
 constexpr auto kPollInterval = std::chrono::milliseconds(200);
 
-/// What has to be made up for: gloo's errors do not say which rank is missing (our own backends' do, and NCCL's wait
-/// only enqueues), not every release of it averages, and it coalesces CPU tensors only.
+/// What has to be made up for: not every release of gloo averages, it coalesces CPU tensors only, and its
+/// reduce-scatter has no future.
 bool is_gloo(const c10d::Backend& backend) {
   return backend.getBackendName() == "gloo";
+}
+
+/// Backends whose ranks must be told by the store who is missing: gloo's errors do not say, and those of a group that
+/// spans hosts say it on one host only. Our other backends' do, and NCCL's wait only enqueues.
+bool needs_diagnosis(const c10d::Backend& backend) {
+  return is_gloo(backend) || backend.getBackendName() == "hierarchical";
 }
 
 /// Set once; waited for in slices.
@@ -92,6 +98,7 @@ struct Pending::State {
   const std::vector<c10::intrusive_ptr<c10d::Work>> works;
   const uint64_t sequence;
   const bool is_diagnosed;
+  const bool has_futures;
   const int64_t divide_by;  // 0: results are complete as they come
 
   std::mutex mutex;  // guards what follows
@@ -121,13 +128,12 @@ void Pending::State::wait_for(c10d::Work& work) {
     return;
   }
   auto& state = group_state();
-  const bool has_future = call.kind != CallKind::kReduceScatter && call.kind != CallKind::kReduceScatterSingle;
   try {
     // Through the future, since a wait with a time limit throws each time it is over. Gloo's reduce-scatter has none
     // and runs inside wait(); such a rank learns of a lost peer from its own connections, or when its time is over.
     const auto completion = std::make_shared<Completion>();
-    if (has_future) work.getFuture()->addCallback([completion](c10::ivalue::Future&) { completion->notify(); });
-    while (has_future && !completion->wait_for(kPollInterval)) {
+    if (has_futures) work.getFuture()->addCallback([completion](c10::ivalue::Future&) { completion->notify(); });
+    while (has_futures && !completion->wait_for(kPollInterval)) {
       // The one who gave up may be late itself: this rank's own transport has the last word if it just finished.
       if (detail::has_failure(state) && !work.isCompleted()) {
         detail::report_failure(state, operation(), "another rank gave up");
@@ -135,7 +141,8 @@ void Pending::State::wait_for(c10d::Work& work) {
     }
     work.wait();
   } catch (const c10::DistBackendError& error) {
-    if (std::string(error.what_without_backtrace()).starts_with("[lockstep")) throw;
+    // Thrown by report_failure() just now, or because the group was destroyed.
+    if (std::string(error.what_without_backtrace()).starts_with("[lockstep/comm]")) throw;
     detail::report_failure(state, operation(), detail::first_line(error));
   } catch (const std::exception& error) {
     detail::report_failure(state, operation(), detail::first_line(error));
@@ -204,7 +211,7 @@ Pending run_on_backend(const Call& call, const GroupPtr& group) {
   if (state.is_alone && call.outputs.empty()) {
     // In place with nobody else: the result is there already.
     return Pending(std::make_shared<Pending::State>(call, group, std::vector<c10::intrusive_ptr<c10d::Work>>{},
-                                                    sequence, false, int64_t{0}));
+                                                    sequence, false, false, int64_t{0}));
   }
   c10d::Backend& backend = backend_for(call, group, state);
   Call effective = call;
@@ -229,8 +236,10 @@ Pending run_on_backend(const Call& call, const GroupPtr& group) {
                 "': ", detail::first_line(error));
   }
   // Backends keep the tensors alive through the works; the call kept here serves messages and the division.
-  return Pending(
-      std::make_shared<Pending::State>(call, group, std::move(works), sequence, is_gloo(backend), divide_by));
+  const bool has_futures =
+      !is_gloo(backend) || (call.kind != CallKind::kReduceScatter && call.kind != CallKind::kReduceScatterSingle);
+  return Pending(std::make_shared<Pending::State>(call, group, std::move(works), sequence, needs_diagnosis(backend),
+                                                  has_futures, divide_by));
 }
 
 Pending launch(const Call& call, const GroupPtr& group) {

@@ -80,8 +80,9 @@ c10::Device device_for(const InitOptions& options, const RankEnvironment& place)
 
 std::string backend_for(const InitOptions& options, const RankEnvironment& place, c10::Device device) {
   if (!options.backend.empty()) return options.backend;
+  if (gpu_count() == 0) return "cpu:shm";
   const bool has_own_gpu = device.is_cuda() && place.local_world_size <= gpu_count();
-  return has_own_gpu && is_backend_registered("nccl") ? "cpu:gloo,cuda:nccl" : "gloo";
+  return has_own_gpu && is_backend_registered("nccl") ? "cpu:shm,cuda:nccl" : "cpu:shm,cuda:gloo";
 }
 
 struct CurrentWorld {

@@ -15,8 +15,9 @@
 namespace lockstep {
 
 struct InitOptions {
-  /// "gloo", "nccl", "cpu:gloo,cuda:nccl", … Empty: gloo for CPU tensors; for CUDA tensors NCCL if every rank of this
-  /// host has a GPU of its own and NCCL is built in, else gloo.
+  /// "gloo", "nccl", "cpu:shm,cuda:nccl", … Empty: shm for CPU tensors, which is shared memory inside a host and gloo
+  /// between hosts; for CUDA tensors NCCL if every rank of this host has a GPU of its own and NCCL is built in, else
+  /// gloo.
   std::string backend = "";
   /// Of rendezvous and of every operation of the group.
   std::chrono::milliseconds timeout = std::chrono::minutes(30);

@@ -52,7 +52,9 @@ TEST(Launchers, NoneMeansAlone) {
 }
 
 TEST(Launchers, LockstepRunStartsTheProgram) {
-  expect_sum(run(str(LOCKSTEP_RUN_PATH, " -n 3 ", example())), 3, "lockstep-run");
+  const auto output = run(str(LOCKSTEP_RUN_PATH, " -n 3 ", example()));
+  expect_sum(output, 3, "lockstep-run");
+  EXPECT_THAT(output.text, HasSubstr("backend shm"));
 }
 
 TEST(Launchers, TorchrunStartsTheSameProgram) {
@@ -116,6 +118,7 @@ TEST(Launchers, LockstepRunSpansTwoHosts) {
   const auto output =
       run(str("sh -c '", on(hosts.two(), 1), " & ", on(hosts.one(), 0), "; code=$?; wait; exit $code'"));
   expect_sum(output, 4, "lockstep-run");
+  EXPECT_THAT(output.text, HasSubstr("backend hierarchical"));
 }
 
 }  // namespace

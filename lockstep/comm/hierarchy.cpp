@@ -1,0 +1,192 @@
+#include "lockstep/comm/hierarchy.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/index_select.h>
+#include <ATen/ops/tensor.h>
+#include <c10/core/GradMode.h>
+
+#include "lockstep/comm/byte_calls.h"
+#include "lockstep/comm/failure.h"
+#include "lockstep/comm/packing.h"
+#include "lockstep/comm/shm_messages.h"
+
+namespace lockstep::detail {
+namespace {
+
+at::Tensor index_unless_identity(const std::vector<int64_t>& order, int64_t size) {
+  return is_identity(order, size) ? at::Tensor() : at::tensor(order, at::kLong);
+}
+
+/// How the hosts' partial results are put together. An average is a sum up to here and divided once.
+shm::Reduction across_hosts(const Call& call, int ranks) {
+  const auto op = call.op == ReduceOp::PREMUL_SUM ? ReduceOp(ReduceOp::SUM) : call.op;
+  return {.dtype = shm_dtype(call.inputs[0].scalar_type()),
+          .op = static_cast<shm::ReduceOp>(op),
+          .divisor = static_cast<std::size_t>(ranks)};
+}
+
+/// A leader reduces in place; where that is not the result's place, the caller's tensor stays as it is.
+at::Tensor unlike_inputs(const at::Tensor& run, const Call& call) {
+  return run.data_ptr() == call.inputs[0].data_ptr() ? run.clone() : run;
+}
+
+}  // namespace
+
+Hierarchy::Hierarchy(HostLayout layout, int rank, BackendPtr local, const BackendPtr& leaders, BackendPtr flat)
+    : layout_(std::move(layout)),
+      rank_(rank),
+      host_(layout_.host_of(rank)),
+      padded_rows_(index_unless_identity(layout_.padded_rows(), int64_t{layout_.hosts()} * layout_.largest())),
+      host_order_(index_unless_identity(layout_.host_order(), layout_.ranks())),
+      local_(std::move(local)),
+      flat_(std::move(flat)),
+      leaders_(leaders ? std::make_unique<LeaderExchange>(leaders) : nullptr) {}
+
+void Hierarchy::run(const Call& call) {
+  TORCH_CHECK_WITH(DistBackendError, failure_.empty(), "an earlier call failed: ", failure_);
+  if (call.kind != CallKind::kBarrier && call.subjects().empty()) return;
+  const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  try {
+    run_stages(call, Deadline(call.timeout));
+  } catch (const std::exception& error) {
+    failure_ = first_line(error);
+    leaders_.reset();
+    throw;
+  }
+}
+
+void Hierarchy::run_stages(const Call& call, const Deadline& deadline) {
+  switch (call.kind) {
+    case CallKind::kAllReduce:
+      return all_reduce(call, deadline);
+    case CallKind::kReduce:
+      return reduce(call, deadline);
+    case CallKind::kBroadcast:
+      return broadcast(call, deadline);
+    case CallKind::kAllGather:
+    case CallKind::kAllGatherSingle:
+      return all_gather(call, deadline);
+    case CallKind::kReduceScatter:
+    case CallKind::kReduceScatterSingle:
+      return reduce_scatter(call, deadline);
+    case CallKind::kBarrier:
+      return barrier(deadline);
+    default:
+      return run_as_bytes(*flat_, call, deadline);
+  }
+}
+
+void Hierarchy::on_host(Call call, const Deadline& deadline) {
+  call.is_async = false;
+  call.timeout = deadline.left();
+  dispatch(*local_, call)->wait();
+}
+
+void Hierarchy::reduce_to_leader(const at::Tensor& run, const Call& call, const Deadline& deadline) {
+  const auto op = call.op == ReduceOp::AVG ? ReduceOp(ReduceOp::SUM) : call.op;
+  on_host({.kind = CallKind::kReduce, .inputs = {run}, .op = op, .factor = call.factor}, deadline);
+}
+
+void Hierarchy::broadcast_on_host(const at::Tensor& run, int root, const Deadline& deadline) {
+  on_host({.kind = CallKind::kBroadcast, .inputs = {run}, .root = root}, deadline);
+}
+
+template <class Stage>
+void Hierarchy::across(const Stage& stage) {
+  if (!is_leader()) return;
+  try {
+    stage();
+  } catch (...) {
+    // The others of this host wait for what will not come.
+    local_->abort();
+    throw;
+  }
+}
+
+void Hierarchy::all_reduce(const Call& call, const Deadline& deadline) {
+  const auto run = pack(call.inputs);
+  reduce_to_leader(run, call, deadline);
+  across([&] { leaders_->all_reduce(run, across_hosts(call, ranks()), deadline); });
+  broadcast_on_host(run, 0, deadline);
+  unpack(run, call.inputs);
+}
+
+void Hierarchy::reduce(const Call& call, const Deadline& deadline) {
+  const bool is_root = rank_ == call.root;
+  const int root_host = layout_.host_of(call.root);
+  auto run = pack(call.inputs);
+  if (is_leader() && !is_root) run = unlike_inputs(run, call);
+  reduce_to_leader(run, call, deadline);
+  across([&] { leaders_->reduce(run, root_host, across_hosts(call, ranks()), deadline); });
+  if (host_ == root_host && layout_.place_of(call.root) != 0) {
+    if (!is_leader() && !is_root) run = at::empty_like(run);
+    broadcast_on_host(run, 0, deadline);
+  }
+  if (is_root) unpack(run, call.inputs);
+}
+
+void Hierarchy::broadcast(const Call& call, const Deadline& deadline) {
+  const int root_host = layout_.host_of(call.root);
+  const auto run = pack(call.inputs);
+  if (host_ == root_host) broadcast_on_host(run, layout_.place_of(call.root), deadline);
+  across([&] { leaders_->broadcast(run, root_host, deadline); });
+  if (host_ != root_host) broadcast_on_host(run, 0, deadline);
+  unpack(run, call.inputs);
+}
+
+void Hierarchy::all_gather(const Call& call, const Deadline& deadline) {
+  const auto row = pack(call.inputs);
+  const auto table = room_for(call.outputs);
+  at::Tensor of_host;
+  Call gather{.kind = CallKind::kGather, .inputs = {row}};
+  if (is_leader()) {
+    // Hosts with fewer ranks send rows that nobody reads.
+    of_host = at::empty({layout_.largest(), row.numel()}, row.options());
+    gather.outputs = of_host.unbind(0);
+    gather.outputs.resize(layout_.ranks_on(host_).size());
+  }
+  on_host(std::move(gather), deadline);
+  across([&] {
+    if (!padded_rows_.defined()) return leaders_->all_gather(table, of_host, deadline);
+    const auto rows = int64_t{layout_.hosts()} * layout_.largest();
+    const auto gathered = at::empty({rows * row.numel()}, row.options());
+    leaders_->all_gather(gathered, of_host, deadline);
+    auto in_rank_order = rows_of(bytes_of(table), ranks());
+    at::index_select_out(in_rank_order, rows_of(bytes_of(gathered), rows), 0, padded_rows_);
+  });
+  broadcast_on_host(table, 0, deadline);
+  if (call.kind == CallKind::kAllGather) return unpack(table, call.outputs);
+  unpack_rows(table, call.outputs, ranks());
+}
+
+void Hierarchy::reduce_scatter(const Call& call, const Deadline& deadline) {
+  const bool is_list = call.kind == CallKind::kReduceScatter;
+  auto table = is_list ? pack(call.inputs) : pack_rows(call.inputs, ranks());
+  if (is_leader()) table = unlike_inputs(table, call);
+  reduce_to_leader(table, call, deadline);
+  Call scatter{.kind = CallKind::kScatter, .outputs = {room_for(call.outputs)}};
+  across([&] {
+    if (host_order_.defined()) table = rows_of(table, ranks()).index_select(0, host_order_).view({-1});
+    const auto row = table.numel() / ranks();
+    std::vector<int64_t> elements;
+    for (int host = 0; host < layout_.hosts(); ++host) {
+      elements.push_back(static_cast<int64_t>(layout_.ranks_on(host).size()) * row);
+    }
+    const auto of_host = leaders_->reduce_scatter(table, elements, across_hosts(call, ranks()), deadline);
+    scatter.inputs = rows_of(of_host, static_cast<int64_t>(layout_.ranks_on(host_).size())).unbind(0);
+  });
+  const auto room = scatter.outputs[0];
+  on_host(std::move(scatter), deadline);
+  unpack(room, call.outputs);
+}
+
+void Hierarchy::barrier(const Deadline& deadline) {
+  on_host({.kind = CallKind::kBarrier}, deadline);
+  across([&] { leaders_->barrier(deadline); });
+  on_host({.kind = CallKind::kBarrier}, deadline);
+}
+
+}  // namespace lockstep::detail

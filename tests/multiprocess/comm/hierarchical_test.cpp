@@ -1,0 +1,259 @@
+// Groups that span hosts. The hosts are pretended: each rank says where it is before the group is made; the launchers'
+// tests have real ones, as network namespaces.
+#include <signal.h>
+#include <stdlib.h>
+
+#include <thread>
+
+#include "lockstep/testing/gtest.h"
+#include "tests/conformance.h"
+
+namespace lockstep {
+namespace {
+
+using testing::expect_error;
+using ::testing::HasSubstr;
+using namespace std::chrono_literals;
+
+/// The host of every rank.
+using Hosts = std::vector<int>;
+
+/// A group of all ranks, each on its host.
+GroupPtr group_on(const Hosts& hosts, const World& world, std::chrono::milliseconds timeout = 0ms) {
+  ::setenv("LOCKSTEP_HOST_ID", std::to_string(hosts.at(world.rank())).c_str(), 1);
+  std::vector<int> all;
+  for (int rank = 0; rank < world.world_size(); ++rank) all.push_back(rank);
+  return new_group(world.group(), all, {.backend = "shm", .timeout = timeout, .name = "hosts"});
+}
+
+std::string backend_name(const GroupPtr& group) {
+  return group->getBackend(c10::kCPU)->getBackendName();
+}
+
+testing::RunOptions options_for(const Hosts& hosts) {
+  return {.world_size = static_cast<int>(hosts.size()), .backend = "gloo"};
+}
+
+/// Fails unless all ranks hold the same bits.
+void check_same_bits(const char* what, const at::Tensor& tensor, const World& world) {
+  const auto flat = tensor.contiguous().view({-1});
+  const std::string bytes(static_cast<const char*>(flat.const_data_ptr()), flat.nbytes());
+  for (const auto& other : all_gather_object(bytes, world.group())) EXPECT_TRUE(other == bytes) << what;
+}
+
+class Hierarchical : public ::testing::TestWithParam<Hosts> {};
+
+TEST_P(Hierarchical, ConformsForEveryCollective) {
+  testing::run_processes_in_gtest(options_for(GetParam()), [](const World& world) {
+    const auto group = group_on(GetParam(), world);
+    EXPECT_EQ(backend_name(group), "hierarchical");
+    conformance::check_all(conformance::Place(group), at::kCPU);
+  });
+}
+
+TEST_P(Hierarchical, ReducesEveryDtypeWithEveryOperationThatFits) {
+  testing::run_processes_in_gtest(options_for(GetParam()), [](const World& world) {
+    const auto group = group_on(GetParam(), world);
+    const int ranks = world.world_size();
+    for (const auto dtype : {at::kChar, at::kByte, at::kShort, at::kInt}) {
+      for (const auto op : conformance::kOps) {
+        if (op == ReduceOp::AVG) continue;
+        conformance::check_all_reduce(conformance::Place(group), dtype, 31, op, at::kCPU);
+      }
+      auto bits = at::full({5}, 1 << world.rank(), dtype);
+      all_reduce(bits, group, ReduceOp::BOR);
+      testing::check_equal("bor", bits, at::full({5}, (1 << ranks) - 1, dtype));
+      bits = at::full({5}, 6 | (world.rank() & 1), dtype);
+      all_reduce(bits, group, ReduceOp::BAND);
+      testing::check_equal("band", bits, at::full({5}, 6, dtype));
+      bits = at::full({5}, 1 << world.rank(), dtype);
+      all_reduce(bits, group, ReduceOp::BXOR);
+      testing::check_equal("bxor", bits, at::full({5}, (1 << ranks) - 1, dtype));
+    }
+    for (const auto dtype : {at::kComplexFloat, at::kComplexDouble}) {
+      auto values = at::full({7}, c10::complex<double>(world.rank(), 1), dtype);
+      all_reduce(values, group);
+      testing::check_equal(
+          "complex", at::view_as_real(values),
+          at::view_as_real(at::full({7}, c10::complex<double>(ranks * (ranks - 1) / 2.0, ranks), dtype)));
+      expect_error([&] { all_reduce(values, group, ReduceOp::MAX); }, {"Complex", "tensors have no max"});
+    }
+    auto flags = at::zeros({3}, at::kBool);
+    flags[0] = world.rank() == 1;
+    flags[1] = true;
+    auto any = flags.clone();
+    all_reduce(any, group, ReduceOp::MAX);
+    all_reduce(flags, group, ReduceOp::MIN);
+    testing::check_equal("any", any.to(at::kInt), at::tensor({1, 1, 0}, at::kInt));
+    testing::check_equal("all", flags.to(at::kInt), at::tensor({0, 1, 0}, at::kInt));
+    expect_error([&] { all_reduce(at::ones({1}), group, ReduceOp::BOR); }, {"Float tensors have no bor"});
+  });
+}
+
+TEST_P(Hierarchical, MultipliesByEachRanksOwnFactor) {
+  testing::run_processes_in_gtest(options_for(GetParam()), [](const World& world) {
+    const auto group = group_on(GetParam(), world);
+    Call call{.kind = CallKind::kAllReduce,
+              .inputs = {at::ones({4})},
+              .op = ReduceOp::PREMUL_SUM,
+              .factor = 1.0 + world.rank()};
+    launch(call, group).wait();
+    const double sum = world.world_size() * (world.world_size() + 1) / 2.0;
+    testing::check_equal("premul_sum", call.inputs[0], at::full({4}, sum, at::kFloat));
+  });
+}
+
+TEST_P(Hierarchical, GivesAllRanksTheSameBits) {
+  testing::run_processes_in_gtest(options_for(GetParam()), [](const World& world) {
+    const auto group = group_on(GetParam(), world);
+    for (const auto dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
+      for (const int64_t size : {1000, 100'003}) {
+        at::manual_seed(world.rank());
+        const auto mine = at::randn({size}).to(dtype);
+        auto first = mine.clone();
+        all_reduce(first, group, ReduceOp::AVG);
+        check_same_bits("all_reduce", first, world);
+        auto second = mine.clone();
+        all_reduce(second, group, ReduceOp::AVG);
+        EXPECT_TRUE(first.equal(second)) << "another run, other bits";
+      }
+    }
+  });
+}
+
+TEST_P(Hierarchical, TakesTensorsThatAreNotContiguous) {
+  testing::run_processes_in_gtest(options_for(GetParam()), [](const World& world) {
+    const auto group = group_on(GetParam(), world);
+    const int ranks = world.world_size();
+    const auto strided = [&](double value) { return at::full({4, 3}, value).t().slice(0, 0, 2); };
+    auto tensor = strided(world.rank() + 1);
+    ASSERT_FALSE(tensor.is_contiguous());
+    all_reduce(tensor, group);
+    testing::check_equal("all_reduce", tensor, strided(ranks * (ranks + 1) / 2.0));
+    tensor = strided(world.rank());
+    broadcast(tensor, ranks - 1, group);
+    testing::check_equal("broadcast", tensor, strided(ranks - 1));
+    std::vector<at::Tensor> outputs;
+    for (int rank = 0; rank < ranks; ++rank) outputs.push_back(strided(-1));
+    all_gather(outputs, strided(world.rank()), group);
+    for (int rank = 0; rank < ranks; ++rank) testing::check_equal("all_gather", outputs[rank], strided(rank));
+  });
+}
+
+TEST_P(Hierarchical, LeavesInputsAsTheyAre) {
+  testing::run_processes_in_gtest(options_for(GetParam()), [](const World& world) {
+    const auto group = group_on(GetParam(), world);
+    const int ranks = world.world_size();
+    const auto input = at::full({ranks * 2}, world.rank() + 1.0);
+    const auto before = input.clone();
+    const auto output = at::empty({2});
+    reduce_scatter_tensor(output, input, group);
+    testing::check_equal("input of reduce_scatter", input, before);
+    for (int root = 0; root < ranks; ++root) {
+      auto tensor = before.clone();
+      reduce(tensor, root, group);
+      if (world.rank() != root) testing::check_equal("input of reduce", tensor, before);
+    }
+  });
+}
+
+TEST_P(Hierarchical, RunsLaunchedCallsInOrder) {
+  testing::run_processes_in_gtest(options_for(GetParam()), [](const World& world) {
+    const auto group = group_on(GetParam(), world);
+    auto tensor = at::ones({1000});
+    std::vector<Pending> pending;
+    for (int i = 0; i < 5; ++i) pending.push_back(launch_all_reduce(tensor, group));
+    pending.back().future()->wait();
+    for (auto& each : pending) each.wait();
+    testing::check_equal("sum of sums", tensor, at::full({1000}, std::pow(world.world_size(), 5), at::kFloat));
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Layouts, Hierarchical,
+                         ::testing::Values(Hosts{0, 0, 1, 1}, Hosts{0, 1, 0, 1}, Hosts{0, 1, 1}, Hosts{0, 1, 1, 0, 0},
+                                           Hosts{0, 1, 2, 2}),
+                         [](const auto& layout) {
+                           std::string name = "On";
+                           for (const int host : layout.param) name += std::to_string(host);
+                           return name;
+                         });
+
+TEST(HierarchicalChoice, FollowsWhoSharesAHost) {
+  testing::run_processes_in_gtest({.world_size = 4, .backend = "gloo"}, [](const World& world) {
+    EXPECT_EQ(backend_name(group_on({0, 0, 0, 0}, world)), "shm");
+    EXPECT_EQ(backend_name(group_on({0, 1, 2, 3}, world)), "gloo");
+    const auto group = group_on({0, 0, 1, 1}, world);
+    EXPECT_EQ(backend_name(group), "hierarchical");
+    // Groups made from it choose anew.
+    const auto host = new_host_group(group);
+    EXPECT_EQ(backend_name(host), "shm");
+    const auto leaders = new_subgroups(group, {{0, 2}, {1, 3}});
+    EXPECT_EQ(backend_name(leaders), "gloo");
+    auto tensor = at::ones({1});
+    all_reduce(tensor, host);
+    all_reduce(tensor, leaders);
+    EXPECT_EQ(tensor.item<float>(), 4);
+  });
+}
+
+TEST(HierarchicalFailure, OfRanksOfOneHostThatDisagreeIsToldToAll) {
+  testing::run_processes_in_gtest({.world_size = 4, .backend = "gloo"}, [](const World& world) {
+    const auto group = group_on({0, 0, 1, 1}, world, 20s);
+    const auto start = std::chrono::steady_clock::now();
+    const auto message =
+        expect_error([&] { all_reduce(at::ones({world.rank() == 1 ? 5 : 4}), group); }, {"every rank is alive"});
+    EXPECT_LT(std::chrono::steady_clock::now() - start, 10s);
+    EXPECT_THAT(message, HasSubstr(world.rank() < 2 ? "float[5]" : "Float[4]"));
+  });
+}
+
+constexpr int kSawIt = 42;
+
+/// Rank `victim` of four, two on each host, is lost; all others must name it, and soon if it was killed.
+void expect_all_hosts_name(int victim, int signal, std::chrono::milliseconds timeout,
+                           const std::function<void(const GroupPtr&)>& collective) {
+  const auto report = testing::run_processes_from_gtest(
+      {.world_size = 4, .backend = "gloo", .timeout = 40s, .expected_exit_code = kSawIt}, [&](const World& world) {
+        const auto group = group_on({0, 0, 1, 1}, world, timeout);
+        all_reduce(at::ones({3}), group);
+        if (world.rank() == victim) ::raise(signal);
+        const auto start = std::chrono::steady_clock::now();
+        const auto message = expect_error([&] { collective(group); }, {});
+        EXPECT_THAT(message, HasSubstr("rank " + std::to_string(victim) + " is gone, hung or late"));
+        EXPECT_LT(std::chrono::steady_clock::now() - start, signal == SIGKILL ? 6s : timeout + 6s) << message;
+        expect_error([&] { barrier(group); }, {"can no longer be used"});
+        if (!::testing::Test::HasFailure()) std::_Exit(kSawIt);
+      });
+  if (testing::is_rank_process()) return;
+  for (int rank = 0; rank < 4; ++rank) {
+    if (rank == victim) continue;
+    EXPECT_EQ(report.ranks[rank].kind, testing::RankOutcome::Kind::kPassed) << report.describe();
+  }
+}
+
+TEST(HierarchicalFailure, OfAKilledRankIsNamedOnBothHosts) {
+  expect_all_hosts_name(3, SIGKILL, 20s, [](const GroupPtr& group) { all_reduce(at::ones({100'000}), group); });
+}
+
+TEST(HierarchicalFailure, OfAKilledLeaderIsNamedOnBothHosts) {
+  expect_all_hosts_name(2, SIGKILL, 20s, [](const GroupPtr& group) { all_reduce(at::ones({10}), group); });
+}
+
+TEST(HierarchicalFailure, IsNamedInAReduceScatter) {
+  expect_all_hosts_name(3, SIGKILL, 20s,
+                        [](const GroupPtr& group) { reduce_scatter_tensor(at::empty({5}), at::ones({20}), group); });
+}
+
+TEST(HierarchicalFailure, IsNamedInAnAllToAll) {
+  expect_all_hosts_name(3, SIGKILL, 20s, [](const GroupPtr& group) {
+    const auto rows = at::empty({4, 5});
+    for (int i = 0; i < 2; ++i) all_to_all_single(rows, at::ones({4, 5}), group);
+  });
+}
+
+TEST(HierarchicalFailure, OfAStoppedRankIsNamedAfterTheTimeout) {
+  expect_all_hosts_name(1, SIGSTOP, 3s, [](const GroupPtr& group) { all_reduce(at::ones({10}), group); });
+}
+
+}  // namespace
+}  // namespace lockstep
