@@ -25,6 +25,7 @@ TEST(World, RunsAloneWithoutALauncher) {
   EXPECT_EQ(world.restart_count(), 0);
   EXPECT_EQ(world.group()->getSize(), 1);
   EXPECT_EQ(group_name(world.group()), "world");
+  EXPECT_TRUE(backend_spec(world.group()).starts_with("cpu:shm")) << backend_spec(world.group());
   world.store()->set("key", std::string("value"));
   EXPECT_EQ(world.store()->get_to_str("key"), "value");
 }
