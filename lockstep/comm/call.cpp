@@ -125,7 +125,10 @@ std::optional<std::string> find_problem(const Call& call, int rank, int size) {
       return str(call.inputs.size(), " inputs of ", size, " ranks, but ", call.outputs.size(), " outputs");
     case CallKind::kReduceScatter:
       if (call.outputs.empty()) return "there is no output";
-      return wrong_count(call.inputs, "inputs");
+      if (auto problem = wrong_count(call.inputs, "inputs")) return problem;
+      if (call.outputs[0].numel() == call.inputs[rank].numel()) return std::nullopt;
+      return str("the output ", describe(call.outputs[0]), " must have the elements of inputs[", rank, "], ",
+                 describe(call.inputs[rank]));
     case CallKind::kGather:
       if (is_root) return wrong_count(call.outputs, "outputs on the root");
       if (!call.outputs.empty()) return "outputs are given, but this rank is not the root";

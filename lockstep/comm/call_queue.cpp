@@ -66,6 +66,7 @@ void CallQueue::drive(std::unique_lock<std::mutex>& lock, WorkPtr work, bool is_
   // The seat is free before callbacks run: they may wait for other calls of this queue.
   is_driven_ = false;
   const auto future = work->future_;
+  if (is_background && future && threads_.size() == 1 && !is_closed_) start_thread();
   changed_.notify_all();
   lock.unlock();
   if (future) complete(*future, work->result(), error);
@@ -74,12 +75,16 @@ void CallQueue::drive(std::unique_lock<std::mutex>& lock, WorkPtr work, bool is_
   lock.lock();
 }
 
+void CallQueue::start_thread() {
+  threads_.emplace_back([self = shared_from_this()] { self->run_in_background(); });
+}
+
 void CallQueue::push(const WorkPtr& work) {
   {
     const std::lock_guard lock(mutex_);
     TORCH_CHECK(!is_closed_, close_reason_);
     waiting_.push_back(work);
-    if (!thread_.joinable()) thread_ = std::thread([self = shared_from_this()] { self->run_in_background(); });
+    if (threads_.empty()) start_thread();
   }
   changed_.notify_all();
 }
@@ -139,11 +144,15 @@ void CallQueue::close(const std::string& reason) {
       work->is_done_ = true;
     }
     changed_.notify_all();
-    // A callback may drop the last reference to the owner while it runs on this very thread.
-    if (thread_.joinable() && thread_.get_id() == std::this_thread::get_id()) thread_.detach();
+    // A callback may drop the last reference to the owner while it runs on one of these very threads.
+    for (auto& thread : threads_) {
+      if (thread.get_id() == std::this_thread::get_id()) thread.detach();
+    }
     changed_.wait(lock, [&] { return !is_driven_; });
   }
-  if (thread_.joinable()) thread_.join();
+  for (auto& thread : threads_) {
+    if (thread.joinable()) thread.join();
+  }
   for (const auto& work : given_up) {
     if (work->future_) complete(*work->future_, {}, work->error_);
   }

@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -71,6 +72,8 @@ class CallQueue : public std::enable_shared_from_this<CallQueue> {
   /// Runs one call with the driver's seat taken and the lock released, then takes the lock again.
   void drive(std::unique_lock<std::mutex>& lock, WorkPtr work, bool is_background);
   void run_in_background();
+  /// REQUIRES: the lock is held.
+  void start_thread();
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
@@ -78,7 +81,9 @@ class CallQueue : public std::enable_shared_from_this<CallQueue> {
   bool is_driven_ = false;
   bool is_closed_ = false;
   std::string close_reason_;
-  std::thread thread_;  // started with the first call that needs it
+  // The first is started with the first call that needs it, the second with the first callback: while one runs a
+  // callback that waits for a later call's future, the other drives that call.
+  std::vector<std::thread> threads_;
 };
 
 }  // namespace lockstep::detail

@@ -209,7 +209,12 @@ Pending run_on_backend(const Call& call, const GroupPtr& group) {
   detail::check_usable(state);
   const auto sequence = state.next_sequence++;
   if (state.is_alone && call.outputs.empty()) {
-    // In place with nobody else: the result is there already.
+    // In place with nobody else: the result is there already, up to its factor.
+    if (is_reduction(call.kind) && call.op == ReduceOp::PREMUL_SUM) {
+      const at::NoGradGuard no_grad;
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      for (const auto& tensor : call.inputs) tensor.mul_(call.factor);
+    }
     return Pending(std::make_shared<Pending::State>(call, group, std::vector<c10::intrusive_ptr<c10d::Work>>{},
                                                     sequence, false, false, int64_t{0}));
   }

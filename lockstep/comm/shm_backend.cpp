@@ -260,6 +260,8 @@ void ShmBackend::shutdown() {
     if (!queue_->is_idle()) team_->fail(reason + " with collectives under way");
     queue_->close(reason);
     messages_.close(reason);
+    // Not left to the team's end: zero-copy tensors may keep it for long.
+    team_->leave();
   });
 }
 

@@ -41,15 +41,17 @@ struct alignas(64) Header {
 };
 static_assert(sizeof(Header) == 64);
 
+enum class Failure : std::uint32_t { kNone, kBeingWritten, kWritten };
+
 /// First page of a rank's memory.
 struct Lane {
   Signal ready;     // steps I have published
   Signal reduced;   // steps whose share of mine is reduced (all_reduce in two phases)
   Signal finished;  // steps of the others I no longer read
   Signal bell;      // counts changes in channels to or from me
-  /// Why this rank gave up, valid once has_failed is set.
+  /// Why this rank gave up, once it is written. Collectives and messages may fail at the same time.
   char failure[512] = {};
-  std::atomic<std::uint32_t> has_failed = 0;
+  std::atomic<Failure> failure_state = Failure::kNone;
   /// Set when the rank leaves in good order, so that leaving is not taken for dying.
   std::atomic<std::uint32_t> has_left = 0;
 };

@@ -31,7 +31,8 @@ std::size_t Pool::take(std::size_t bytes, std::size_t alignment) {
   for (auto each = free_.begin(); each != free_.end(); ++each) {
     const auto [offset, length] = *each;
     const auto at = round_up(offset, alignment);
-    if (at + bytes > offset + length) continue;
+    const auto skipped = at - offset;
+    if (skipped > length || bytes > length - skipped) continue;
     free_.erase(each);
     if (at > offset) free_[offset] = at - offset;
     if (offset + length > at + bytes) free_[at + bytes] = offset + length - at - bytes;
@@ -43,7 +44,9 @@ std::size_t Pool::take(std::size_t bytes, std::size_t alignment) {
 }
 
 std::byte* Pool::allocate(std::size_t bytes) {
-  const auto wanted = round_up(std::max<std::size_t>(bytes, 1), bytes >= kPage ? kPage : kLine);
+  // What exceeds the whole reserve is not rounded up: the number could wrap around.
+  const auto wanted =
+      bytes > memory_.size() ? bytes : round_up(std::max<std::size_t>(bytes, 1), bytes >= kPage ? kPage : kLine);
   const std::lock_guard lock(mutex_);
   const auto at = take(wanted, bytes >= kPage ? kPage : kLine);
   blocks_[at] = wanted;

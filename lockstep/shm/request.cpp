@@ -65,7 +65,7 @@ const char* find_difference(const Header& mine, const Header& theirs, const Shap
   if (mine.dtype != theirs.dtype) return "dtypes";
   if (shape.reduces && mine.op != theirs.op) return "reductions";
   if (is_rooted(static_cast<Kind>(mine.kind)) && mine.root != theirs.root) return "roots";
-  if (mine.layout != theirs.layout) return "sizes";
+  if (mine.layout != theirs.layout) return mine.bytes == theirs.bytes ? "sizes of the single tensors" : "sizes";
   if (mine.sequence != theirs.sequence) return "numbers of calls";
   return nullptr;
 }

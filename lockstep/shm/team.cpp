@@ -70,13 +70,16 @@ Team::Team(Seat seat)
       bases_(static_cast<std::size_t>(seat_.size)),
       open_channels_(static_cast<std::size_t>(seat_.size)) {}
 
+void Team::leave() {
+  if (bases_.empty() || base(rank()) == nullptr) return;
+  auto& mine = lane(rank());
+  if (mine.has_left.exchange(1, std::memory_order_acq_rel) != 0) return;
+  // Whoever sleeps until I publish shall look up and see that I will not.
+  post(mine.ready, mine.ready.value.load());
+}
+
 Team::~Team() {
-  if (!bases_.empty() && base(rank()) != nullptr) {
-    auto& mine = lane(rank());
-    mine.has_left.store(1, std::memory_order_release);
-    // Whoever sleeps until I publish shall look up and see that I will not.
-    post(mine.ready, mine.ready.value.load());
-  }
+  leave();
   if (own_lifeline_) forget_lifeline(own_lifeline_.get());
 }
 
@@ -149,15 +152,16 @@ std::optional<std::uint64_t> Team::locate(const std::byte* at, std::size_t bytes
 
 void Team::fail(const std::string& reason) {
   auto& mine = lane(rank());
-  if (mine.has_failed.load(std::memory_order_relaxed) != 0) return;
+  auto state = Failure::kNone;
+  if (!mine.failure_state.compare_exchange_strong(state, Failure::kBeingWritten)) return;
   std::strncpy(mine.failure, reason.c_str(), sizeof(mine.failure) - 1);
-  mine.has_failed.store(1, std::memory_order_release);
+  mine.failure_state.store(Failure::kWritten, std::memory_order_release);
 }
 
 std::optional<std::string> Team::failure() const {
   for (int rank = 0; rank < size(); ++rank) {
     const auto& each = lane(rank);
-    if (each.has_failed.load(std::memory_order_acquire) != 0) return std::string(each.failure);
+    if (each.failure_state.load(std::memory_order_acquire) == Failure::kWritten) return std::string(each.failure);
   }
   return std::nullopt;
 }

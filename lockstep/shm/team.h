@@ -78,6 +78,8 @@ class Team {
   /// Why some rank can go no further, in the words of the one that noticed.
   std::optional<std::string> failure() const;
   bool is_gone(int rank) const;
+  /// Tells the others that this rank will take part in nothing more. Its memory stays while the team lives.
+  void leave();
   bool has_left(int rank) const { return lane(rank).has_left.load(std::memory_order_acquire) != 0; }
 
  private:
