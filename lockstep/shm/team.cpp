@@ -60,6 +60,7 @@ struct Team::Room {
   Room(const Room&) = delete;
   Room& operator=(const Room&) = delete;
 
+  Signal come;  // how many ranks
   std::vector<std::byte*> ranks;
   std::size_t bytes = 0;
 };
@@ -84,21 +85,35 @@ Team::~Team() {
 }
 
 std::shared_ptr<Team> Team::of_threads(Seat seat, const std::string& key) {
-  struct Waiting {
-    std::shared_ptr<Room> room;
-    int attached = 0;
-  };
   static std::mutex mutex;
-  static auto& waiting = *new std::unordered_map<std::string, Waiting>;
+  static auto& rooms = *new std::unordered_map<std::string, std::shared_ptr<Room>>;
   const std::shared_ptr<Team> team(new Team(std::move(seat)));
   {
     const std::lock_guard lock(mutex);
-    // Groups whose ranks failed before all had come leave their room here with nobody else in it.
-    std::erase_if(waiting, [](const auto& item) { return item.second.room.use_count() == 1; });
-    auto& [room, attached] = waiting[key];
+    auto& room = rooms[key];
     if (!room) room = std::make_shared<Room>(team->size());
     team->room_ = room;
-    if (++attached == team->size()) waiting.erase(key);
+  }
+  auto& come = team->room_->come;
+  ring(come);
+  // Nobody goes on, or away, before all are in: a room that was given up would be found empty by those who come later.
+  const auto deadline = std::chrono::steady_clock::now() + team->seat_.timeout;
+  try {
+    for (auto seen = come.value.load(); seen != static_cast<std::uint32_t>(team->size()); seen = come.value.load()) {
+      nap(come, seen, kLongestNap);
+      if (team->seat_.interrupt) team->seat_.interrupt();
+      if (std::chrono::steady_clock::now() < deadline) continue;
+      throw PeerError(str(team->seat_.who(), ": making the shared-memory group '", team->seat_.group, "' failed: ",
+                          seen, " of ", team->size(), " ranks came within ", team->seat_.timeout.count(), " ms"));
+    }
+  } catch (...) {
+    const std::lock_guard lock(mutex);
+    rooms.erase(key);
+    throw;
+  }
+  {
+    const std::lock_guard lock(mutex);
+    rooms.erase(key);
   }
   team->bases_ = team->room_->ranks;
   return team;

@@ -38,7 +38,7 @@ class Team {
  public:
   /// Ranks are processes of one host and user. `agree` returns rank 0's argument on every rank. Collective.
   static std::shared_ptr<Team> of_processes(Seat seat, const std::function<std::string(const std::string&)>& agree);
-  /// Ranks are threads of this process that give the same key. Collective; does not wait for the others.
+  /// Ranks are threads of this process that give the same key, which nobody used before. Collective.
   static std::shared_ptr<Team> of_threads(Seat seat, const std::string& key);
 
   ~Team();

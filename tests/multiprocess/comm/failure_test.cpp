@@ -161,7 +161,13 @@ TEST(Failure, OfTheStoreWhileMakingAGroupIsNoticedAtOnce) {
         RankScope scope;
         const EnterRank enter(scope);
         const auto world = world_with_served_store(outer, 50s);
-        if (world.rank() == 0) std::_Exit(kSawIt);
+        if (world.rank() == 0) {
+          // Not before the others have connected, too.
+          barrier(world.group());
+          std::this_thread::sleep_for(200ms);
+          std::_Exit(kSawIt);
+        }
+        barrier(world.group());
         const auto start = std::chrono::steady_clock::now();
         expect_error([&] { new_group(world.group(), {0, 1, 2}); }, {"the store is gone"});
         EXPECT_LT(std::chrono::steady_clock::now() - start, 20s);

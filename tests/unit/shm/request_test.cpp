@@ -4,6 +4,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <future>
+
 #include <memory>
 #include <vector>
 
@@ -69,8 +71,10 @@ TEST(Request, HasAsManyStreamsAsItsKindSays) {
 std::vector<std::string> verdicts(const Request& first, const Request& second) {
   static int next = 0;
   const auto key = "verdicts" + std::to_string(next++);
-  std::vector<std::shared_ptr<Team>> teams;
-  for (int rank = 0; rank < 2; ++rank) teams.push_back(Team::of_threads({.rank = rank, .size = 2, .group = "g"}, key));
+  const auto join = [&](int rank) { return Team::of_threads({.rank = rank, .size = 2, .group = "g"}, key); };
+  auto other = std::async(std::launch::async, join, 1);
+  std::vector<std::shared_ptr<Team>> teams = {join(0)};
+  teams.push_back(other.get());
   const Request* requests[] = {&first, &second};
   for (int rank = 0; rank < 2; ++rank) {
     write_header(*requests[rank], Shape(requests[rank]->kind), *teams[rank], 9, teams[rank]->slot(rank, 0));
