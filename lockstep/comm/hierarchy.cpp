@@ -3,9 +3,12 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/index_copy.h>
 #include <ATen/ops/index_select.h>
 #include <ATen/ops/tensor.h>
 #include <c10/core/GradMode.h>
+
+#include <algorithm>
 
 #include "lockstep/comm/byte_calls.h"
 #include "lockstep/comm/failure.h"
@@ -15,8 +18,8 @@
 namespace lockstep::detail {
 namespace {
 
-at::Tensor index_unless_identity(const std::vector<int64_t>& order, int64_t size) {
-  return is_identity(order, size) ? at::Tensor() : at::tensor(order, at::kLong);
+at::Tensor index_unless_sorted(const std::vector<int64_t>& order) {
+  return std::is_sorted(order.begin(), order.end()) ? at::Tensor() : at::tensor(order, at::kLong);
 }
 
 /// How the hosts' partial results are put together. An average is a sum up to here and divided once.
@@ -38,8 +41,7 @@ Hierarchy::Hierarchy(HostLayout layout, int rank, BackendPtr local, const Backen
     : layout_(std::move(layout)),
       rank_(rank),
       host_(layout_.host_of(rank)),
-      padded_rows_(index_unless_identity(layout_.padded_rows(), int64_t{layout_.hosts()} * layout_.largest())),
-      host_order_(index_unless_identity(layout_.host_order(), layout_.ranks())),
+      host_order_(index_unless_sorted(layout_.host_order())),
       local_(std::move(local)),
       flat_(std::move(flat)),
       leaders_(leaders ? std::make_unique<LeaderExchange>(leaders) : nullptr) {}
@@ -137,25 +139,28 @@ void Hierarchy::broadcast(const Call& call, const Deadline& deadline) {
   unpack(run, call.inputs);
 }
 
+std::vector<at::Tensor> Hierarchy::by_host(const at::Tensor& table) const {
+  std::vector<int64_t> elements;
+  for (int host = 0; host < layout_.hosts(); ++host) {
+    elements.push_back(static_cast<int64_t>(layout_.ranks_on(host).size()) * (table.numel() / ranks()));
+  }
+  return table.split_with_sizes(elements);
+}
+
 void Hierarchy::all_gather(const Call& call, const Deadline& deadline) {
   const auto row = pack(call.inputs);
   const auto table = room_for(call.outputs);
-  at::Tensor of_host;
+  const bool is_moved = host_order_.defined();
+  const auto in_host_order = is_leader() && is_moved ? at::empty_like(table) : table;
+  const auto parts = by_host(in_host_order);
   Call gather{.kind = CallKind::kGather, .inputs = {row}};
-  if (is_leader()) {
-    // Hosts with fewer ranks send rows that nobody reads.
-    of_host = at::empty({layout_.largest(), row.numel()}, row.options());
-    gather.outputs = of_host.unbind(0);
-    gather.outputs.resize(layout_.ranks_on(host_).size());
-  }
+  if (is_leader()) gather.outputs = rows_of(parts[host_index()], places()).unbind(0);
   on_host(std::move(gather), deadline);
   across([&] {
-    if (!padded_rows_.defined()) return leaders_->all_gather(table, of_host, deadline);
-    const auto rows = int64_t{layout_.hosts()} * layout_.largest();
-    const auto gathered = at::empty({rows * row.numel()}, row.options());
-    leaders_->all_gather(gathered, of_host, deadline);
-    auto in_rank_order = rows_of(bytes_of(table), ranks());
-    at::index_select_out(in_rank_order, rows_of(bytes_of(gathered), rows), 0, padded_rows_);
+    leaders_->all_gather(parts, deadline);
+    // As bytes: not every dtype can be indexed.
+    if (is_moved)
+      rows_of(bytes_of(table), ranks()).index_copy_(0, host_order_, rows_of(bytes_of(in_host_order), ranks()));
   });
   broadcast_on_host(table, 0, deadline);
   if (call.kind == CallKind::kAllGather) return unpack(table, call.outputs);
@@ -170,13 +175,9 @@ void Hierarchy::reduce_scatter(const Call& call, const Deadline& deadline) {
   Call scatter{.kind = CallKind::kScatter, .outputs = {room_for(call.outputs)}};
   across([&] {
     if (host_order_.defined()) table = rows_of(table, ranks()).index_select(0, host_order_).view({-1});
-    const auto row = table.numel() / ranks();
-    std::vector<int64_t> elements;
-    for (int host = 0; host < layout_.hosts(); ++host) {
-      elements.push_back(static_cast<int64_t>(layout_.ranks_on(host).size()) * row);
-    }
-    const auto of_host = leaders_->reduce_scatter(table, elements, across_hosts(call, ranks()), deadline);
-    scatter.inputs = rows_of(of_host, static_cast<int64_t>(layout_.ranks_on(host_).size())).unbind(0);
+    const auto parts = by_host(table);
+    leaders_->reduce_scatter(parts, across_hosts(call, ranks()), deadline);
+    scatter.inputs = rows_of(parts[host_index()], places()).unbind(0);
   });
   const auto room = scatter.outputs[0];
   on_host(std::move(scatter), deadline);

@@ -46,13 +46,17 @@ class Hierarchy {
 
   bool is_leader() const { return layout_.place_of(rank_) == 0; }
   int ranks() const { return layout_.ranks(); }
+  /// Ranks of this host.
+  int places() const { return static_cast<int>(layout_.ranks_on(host_).size()); }
+  std::size_t host_index() const { return static_cast<std::size_t>(host_); }
+  /// The hosts' parts of a table that has a row per rank, in host order.
+  std::vector<at::Tensor> by_host(const at::Tensor& table) const;
 
   // Fixed after construction.
   const HostLayout layout_;
   const int rank_;
   const int host_;
-  const at::Tensor padded_rows_;  // layout_.padded_rows(); undefined if nothing has to be moved
-  const at::Tensor host_order_;   // layout_.host_order(); the same
+  const at::Tensor host_order_;  // layout_.host_order(); undefined if that is rank order
   const BackendPtr local_;
   const BackendPtr flat_;
 

@@ -31,18 +31,4 @@ std::vector<int64_t> HostLayout::host_order() const {
   return order;
 }
 
-std::vector<int64_t> HostLayout::padded_rows() const {
-  std::vector<int64_t> rows;
-  for (int rank = 0; rank < ranks(); ++rank) rows.push_back(int64_t{host_of(rank)} * largest() + place_of(rank));
-  return rows;
-}
-
-bool is_identity(const std::vector<int64_t>& order, int64_t size) {
-  if (static_cast<int64_t>(order.size()) != size) return false;
-  for (int64_t i = 0; i < size; ++i) {
-    if (order[static_cast<std::size_t>(i)] != i) return false;
-  }
-  return true;
-}
-
 }  // namespace lockstep::detail

@@ -25,16 +25,11 @@ class HostLayout {
 
   /// The ranks in host order.
   std::vector<int64_t> host_order() const;
-  /// Where rank r's row is if every host has room for largest() ranks.
-  std::vector<int64_t> padded_rows() const;
 
  private:
   std::vector<std::vector<int>> ranks_on_;
   std::vector<int> host_of_;
   std::vector<int> place_of_;
 };
-
-/// True if `order` is 0, 1, …, size-1.
-bool is_identity(const std::vector<int64_t>& order, int64_t size);
 
 }  // namespace lockstep::detail

@@ -2,6 +2,9 @@
 
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
+
+#include "lockstep/comm/call.h"
 #include "lockstep/comm/packing.h"
 
 namespace lockstep::detail {
@@ -9,89 +12,139 @@ namespace {
 
 // Up to here a second trip over the network costs more than reducing everything on every leader.
 constexpr std::size_t kMostBytesGathered = std::size_t{32} << 10;
+// What one leader sends another at a time, unless that makes too many messages.
+constexpr int64_t kLeastShareBytes = int64_t{512} << 10;
+constexpr int64_t kMostSlices = 64;
 
-/// Reduces the rows of `table` onto `output`, which may be its first one.
-void reduce_rows(const at::Tensor& table, const at::Tensor& output, const shm::Reduction& reduction) {
-  if (output.numel() == 0) return;
-  std::vector<const std::byte*> inputs;
-  const auto row_bytes = output.nbytes();
-  for (std::size_t row = 0; row < static_cast<std::size_t>(table.size(0)); ++row) {
-    inputs.push_back(static_cast<const std::byte*>(table.const_data_ptr()) + row * row_bytes);
-  }
-  std::byte* const outputs[] = {static_cast<std::byte*>(output.mutable_data_ptr())};
-  shm::reduce(reduction, inputs, {}, outputs, static_cast<std::size_t>(output.numel()));
+std::size_t at_host(int host) {
+  return static_cast<std::size_t>(host);
 }
 
 }  // namespace
 
-void LeaderExchange::run_call(Call call, const Deadline& deadline) {
-  call.is_async = false;
-  call.timeout = deadline.left();
-  dispatch(*transport_, call)->wait();
+void LeaderExchange::receive(const std::vector<at::Tensor>& parts, int tag, Works& works) {
+  for (int step = 1; step < hosts(); ++step) {
+    const int peer = (host() + hosts() - step) % hosts();
+    if (parts[at_host(peer)].numel() == 0) continue;
+    std::vector<at::Tensor> bytes = {bytes_of(parts[at_host(peer)])};
+    works.push_back(transport_->recv(bytes, peer, tag));
+  }
 }
 
-at::Tensor LeaderExchange::exchange(const at::Tensor& run, const std::vector<int64_t>& elements,
+void LeaderExchange::send(const std::vector<at::Tensor>& parts, int tag, Works& works) {
+  for (int step = 1; step < hosts(); ++step) {
+    const int peer = (host() + step) % hosts();
+    if (parts[at_host(peer)].numel() == 0) continue;
+    std::vector<at::Tensor> bytes = {bytes_of(parts[at_host(peer)])};
+    works.push_back(transport_->send(bytes, peer, tag));
+  }
+}
+
+void LeaderExchange::wait(const Works& works, const Deadline& deadline) {
+  for (const auto& work : works) work->wait(deadline.left());
+}
+
+void LeaderExchange::swap(const std::vector<at::Tensor>& sent, const std::vector<at::Tensor>& received,
+                          const Deadline& deadline) {
+  // Receives first: gloo asks the peer for data on the connection that carries ours, so it would ask behind it.
+  Works works;
+  receive(received, 0, works);
+  send(sent, 0, works);
+  wait(works, deadline);
+}
+
+std::vector<at::Tensor> LeaderExchange::room_for_others(const at::Tensor& run) const {
+  return at::empty({hosts(), run.numel()}, run.options()).unbind(0);
+}
+
+void LeaderExchange::reduce_onto(const at::Tensor& mine, const std::vector<at::Tensor>& others,
+                                 const shm::Reduction& reduction) const {
+  if (mine.numel() == 0) return;
+  std::vector<const std::byte*> inputs;
+  for (int each = 0; each < hosts(); ++each) {
+    const auto& input = each == host() ? mine : others[at_host(each)];
+    inputs.push_back(static_cast<const std::byte*>(input.const_data_ptr()));
+  }
+  std::byte* const outputs[] = {static_cast<std::byte*>(mine.mutable_data_ptr())};
+  shm::reduce(reduction, inputs, {}, outputs, static_cast<std::size_t>(mine.numel()));
+}
+
+void LeaderExchange::reduce_scatter(const std::vector<at::Tensor>& parts, const shm::Reduction& reduction,
                                     const Deadline& deadline) {
-  const auto mine = elements.at(static_cast<std::size_t>(host()));
-  auto received = at::empty({hosts(), mine}, run.options());
-  if (run.numel() == 0) return received;
-  const auto element_bytes = static_cast<int64_t>(run.element_size());
-  Call call{.kind = CallKind::kAllToAllSingle, .inputs = {bytes_of(run)}, .outputs = {bytes_of(received)}};
-  for (const auto count : elements) call.input_splits.push_back(count * element_bytes);
-  call.output_splits.assign(static_cast<std::size_t>(hosts()), mine * element_bytes);
-  run_call(std::move(call), deadline);
-  return received;
-}
-
-at::Tensor LeaderExchange::reduce_scatter(const at::Tensor& run, const std::vector<int64_t>& elements,
-                                          const shm::Reduction& reduction, const Deadline& deadline) {
-  const auto received = exchange(run, elements, deadline);
-  auto mine = received[0];
-  reduce_rows(received, mine, reduction);
-  return mine;
+  const auto& mine = parts.at(at_host(host()));
+  const auto others = room_for_others(mine);
+  swap(parts, others, deadline);
+  reduce_onto(mine, others, reduction);
 }
 
 void LeaderExchange::all_reduce(const at::Tensor& run, const shm::Reduction& reduction, const Deadline& deadline) {
   if (run.nbytes() <= kMostBytesGathered) {
-    const auto gathered = at::empty({hosts(), run.numel()}, run.options());
-    all_gather(gathered, run, deadline);
-    return reduce_rows(gathered, run, reduction);
+    const auto others = room_for_others(run);
+    swap(std::vector(at_host(hosts()), run), others, deadline);
+    return reduce_onto(run, others, reduction);
   }
-  const auto share = (run.numel() + hosts() - 1) / hosts();
-  std::vector<int64_t> elements;
-  for (int64_t each = 0; each < hosts(); ++each) {
-    elements.push_back(std::clamp<int64_t>(run.numel() - each * share, 0, share));
+  all_reduce_slices(run, reduction, deadline);
+}
+
+void LeaderExchange::all_reduce_slices(const at::Tensor& run, const shm::Reduction& reduction,
+                                       const Deadline& deadline) {
+  struct Slice {
+    std::vector<at::Tensor> shares;  // of this host's slice: share h is reduced by host h
+    std::vector<at::Tensor> others;  // what the others have in place of this host's share
+    Works arriving;
+  };
+  const auto least = kLeastShareBytes / run.element_size() * hosts();
+  std::vector<Slice> slices;
+  Works works;
+  // All that is to come is asked for before anything is sent. A peer's reduced share cannot overwrite what is still to
+  // be sent to it: it is made from that.
+  int tag = 0;
+  for (const auto& part : run.split(std::max(least, (run.numel() + kMostSlices - 1) / kMostSlices))) {
+    auto& slice = slices.emplace_back();
+    slice.shares = part.tensor_split(hosts());
+    slice.others = room_for_others(slice.shares[at_host(host())]);
+    receive(slice.others, tag++, slice.arriving);
+    receive(slice.shares, tag++, works);
   }
-  const auto mine = reduce_scatter(run, elements, reduction, deadline);
-  if (run.numel() == share * hosts()) return all_gather(run, mine, deadline);
-  // Shares at the end are short: gathered with room to spare, the elements still follow each other.
-  const auto padded = at::empty({share}, run.options());
-  padded.narrow(0, 0, mine.numel()).copy_(mine);
-  const auto gathered = at::empty({share * hosts()}, run.options());
-  all_gather(gathered, padded, deadline);
-  run.copy_(gathered.narrow(0, 0, run.numel()));
+  tag = 0;
+  for (const auto& slice : slices) {
+    send(slice.shares, tag, works);
+    tag += 2;
+  }
+  tag = 1;
+  for (const auto& slice : slices) {
+    const auto& mine = slice.shares[at_host(host())];
+    wait(slice.arriving, deadline);
+    reduce_onto(mine, slice.others, reduction);
+    send(std::vector(at_host(hosts()), mine), tag, works);
+    tag += 2;
+  }
+  wait(works, deadline);
 }
 
 void LeaderExchange::reduce(const at::Tensor& run, int root, const shm::Reduction& reduction,
                             const Deadline& deadline) {
-  std::vector<int64_t> elements(static_cast<std::size_t>(hosts()), 0);
-  elements.at(static_cast<std::size_t>(root)) = run.numel();
-  const auto received = exchange(run, elements, deadline);
-  if (host() == root) reduce_rows(received, run, reduction);
+  std::vector<at::Tensor> parts(at_host(hosts()), run.narrow(0, 0, 0));
+  parts.at(at_host(root)) = run;
+  reduce_scatter(parts, reduction, deadline);
 }
 
-void LeaderExchange::all_gather(const at::Tensor& output, const at::Tensor& input, const Deadline& deadline) {
-  if (input.numel() == 0) return;
-  run_call({.kind = CallKind::kAllGatherSingle, .inputs = {bytes_of(input)}, .outputs = {bytes_of(output)}}, deadline);
+void LeaderExchange::all_gather(const std::vector<at::Tensor>& parts, const Deadline& deadline) {
+  swap(std::vector(at_host(hosts()), parts.at(at_host(host()))), parts, deadline);
 }
 
 void LeaderExchange::broadcast(const at::Tensor& run, int root, const Deadline& deadline) {
   if (run.numel() == 0) return;
-  run_call({.kind = CallKind::kBroadcast, .inputs = {bytes_of(run)}, .root = root}, deadline);
+  dispatch(*transport_, {.kind = CallKind::kBroadcast,
+                         .inputs = {bytes_of(run)},
+                         .root = root,
+                         .is_async = false,
+                         .timeout = deadline.left()})
+      ->wait();
 }
 
 void LeaderExchange::barrier(const Deadline& deadline) {
-  run_call({.kind = CallKind::kBarrier}, deadline);
+  dispatch(*transport_, {.kind = CallKind::kBarrier, .is_async = false, .timeout = deadline.left()})->wait();
 }
 
 }  // namespace lockstep::detail

@@ -7,13 +7,12 @@
 #include <vector>
 
 #include "lockstep/comm/backend_registry.h"
-#include "lockstep/comm/call.h"
 #include "lockstep/comm/deadline.h"
 #include "lockstep/shm/reduce.h"
 
 namespace lockstep::detail {
 
-/// All of it is collective over the leaders and blocks. Tensors are contiguous and of one dtype.
+/// All of it is collective over the leaders and blocks. A *run* is a contiguous tensor of one dim.
 class LeaderExchange {
  public:
   /// Among the leaders alone; rank h is host h's.
@@ -23,20 +22,28 @@ class LeaderExchange {
   void all_reduce(const at::Tensor& run, const shm::Reduction& reduction, const Deadline& deadline);
   /// In place on host `root`; the others keep theirs.
   void reduce(const at::Tensor& run, int root, const shm::Reduction& reduction, const Deadline& deadline);
-  /// This host's part of the reduction of all runs, which are cut into `elements[h]` for host h.
-  at::Tensor reduce_scatter(const at::Tensor& run, const std::vector<int64_t>& elements,
-                            const shm::Reduction& reduction, const Deadline& deadline);
-  /// The leaders' runs of equal size, one after the other.
-  void all_gather(const at::Tensor& output, const at::Tensor& input, const Deadline& deadline);
+  /// parts[h], of this host and of all others, is reduced on host h, in place; the other parts stay.
+  void reduce_scatter(const std::vector<at::Tensor>& parts, const shm::Reduction& reduction, const Deadline& deadline);
+  /// parts[h] goes from host h to all others.
+  void all_gather(const std::vector<at::Tensor>& parts, const Deadline& deadline);
   void broadcast(const at::Tensor& run, int root, const Deadline& deadline);
   void barrier(const Deadline& deadline);
 
  private:
   int host() const { return transport_->getRank(); }
   int hosts() const { return transport_->getSize(); }
-  /// Row h: what host h has for this one.
-  at::Tensor exchange(const at::Tensor& run, const std::vector<int64_t>& elements, const Deadline& deadline);
-  void run_call(Call call, const Deadline& deadline);
+  // Messages are told apart by tags; what is empty does not travel, nor does this host's own part.
+  using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
+  void receive(const std::vector<at::Tensor>& parts, int tag, Works& works);
+  void send(const std::vector<at::Tensor>& parts, int tag, Works& works);
+  static void wait(const Works& works, const Deadline& deadline);
+  /// Sends sent[h] to host h and receives received[h] from it.
+  void swap(const std::vector<at::Tensor>& sent, const std::vector<at::Tensor>& received, const Deadline& deadline);
+  void all_reduce_slices(const at::Tensor& run, const shm::Reduction& reduction, const Deadline& deadline);
+  /// Reduces this host's `mine` and the others' runs of its size, in host order, onto `mine`.
+  void reduce_onto(const at::Tensor& mine, const std::vector<at::Tensor>& others,
+                   const shm::Reduction& reduction) const;
+  std::vector<at::Tensor> room_for_others(const at::Tensor& run) const;
 
   const BackendPtr transport_;
 };

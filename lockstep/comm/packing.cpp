@@ -62,7 +62,8 @@ at::Tensor rows_of(const at::Tensor& run, int64_t count) {
 }
 
 at::Tensor bytes_of(const at::Tensor& tensor) {
-  return tensor.view({-1}).view(at::kByte);
+  // A tensor of one element is contiguous whatever its stride, but only stride 1 may be viewed in another dtype.
+  return tensor.as_strided({tensor.numel()}, {1}).view(at::kByte);
 }
 
 }  // namespace lockstep::detail

@@ -5,8 +5,10 @@
 
 #include <thread>
 
+#include "lockstep/base/rank_local.h"
 #include "lockstep/testing/gtest.h"
 #include "tests/conformance.h"
+#include "tests/shm_random.h"
 
 namespace lockstep {
 namespace {
@@ -160,6 +162,10 @@ TEST_P(Hierarchical, TakesTensorsThatAreNotContiguous) {
     tensor = strided(world.rank());
     broadcast(tensor, ranks - 1, group);
     testing::check_equal("broadcast", tensor, strided(ranks - 1));
+    // One element is contiguous whatever its stride.
+    auto lone = at::full({1, 2}, world.rank() + 1.0).select(1, 0);
+    all_reduce(lone, group);
+    testing::check_equal("one element", lone, at::full({1}, ranks * (ranks + 1) / 2.0));
     std::vector<at::Tensor> outputs;
     for (int rank = 0; rank < ranks; ++rank) outputs.push_back(strided(-1));
     all_gather(outputs, strided(world.rank()), group);
@@ -193,6 +199,17 @@ TEST_P(Hierarchical, RunsLaunchedCallsInOrder) {
     pending.back().future()->wait();
     for (auto& each : pending) each.wait();
     testing::check_equal("sum of sums", tensor, at::full({1000}, std::pow(world.world_size(), 5), at::kFloat));
+  });
+}
+
+TEST_P(Hierarchical, GivesWhatTheModelGivesForRandomSequences) {
+  testing::run_processes_in_gtest(options_for(GetParam()), [](const World& outer) {
+    RankScope scope;
+    const EnterRank enter(scope);
+    ::setenv("LOCKSTEP_HOST_ID", std::to_string(GetParam().at(outer.rank())).c_str(), 1);
+    const auto world = init({.rank = outer.rank(), .world_size = outer.world_size(), .store = outer.store()});
+    EXPECT_EQ(backend_name(world.group()), "hierarchical");
+    shm_random::check_sequences(world, 77, 300);
   });
 }
 
