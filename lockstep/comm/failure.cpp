@@ -1,5 +1,6 @@
 #include "lockstep/comm/failure.h"
 
+#include <algorithm>
 #include <thread>
 
 #include "lockstep/base/str.h"
@@ -13,6 +14,7 @@ constexpr auto kGrace = std::chrono::milliseconds(1500);
 constexpr auto kServerLinger = std::chrono::milliseconds(500);
 constexpr auto kSignPoll = std::chrono::milliseconds(20);
 constexpr char kAnyFailure[] = "failure/any";
+constexpr char kStoreIsGone[] = "the store is gone, and with it the rank that served it (rank 0 under lockstep-run)";
 
 std::string signature_key(int rank) {
   return str("failure/rank/", rank);
@@ -27,6 +29,7 @@ struct Signatures {
 Signatures read_signatures(c10d::Store& store, const GroupDescription& group) {
   const auto deadline = std::chrono::steady_clock::now() + kGrace;
   std::vector<int> open = first_ranks(group.size);
+  std::erase(open, group.rank);
   Signatures result;
   while (true) {
     try {
@@ -77,11 +80,15 @@ void report_failure(GroupState& state, const std::string& operation, const std::
       verdict = missing.empty()
                     ? "every rank is alive, but gave up as well"
                     : str("rank ", join(missing, ", "), missing.size() == 1 ? " is" : " are", " gone, hung or late");
-      if (!is_complete) verdict += " (as far as the store could say before it was gone)";
+      if (!is_complete) {
+        // If rank 0 signed, it served the store until it had drawn its own conclusions.
+        const bool has_server_signed = std::find(missing.begin(), missing.end(), 0) == missing.end();
+        verdict = has_server_signed ? verdict + " (as far as the store could say before it was gone)" : kStoreIsGone;
+      }
       // If this rank serves the store, those who failed a moment later are still reading.
       if (group.global_ranks[group.rank] == 0) std::this_thread::sleep_for(kServerLinger);
     } catch (const std::exception&) {
-      verdict = "the store is gone, and with it the rank that served it (rank 0 under lockstep-run)";
+      verdict = kStoreIsGone;
     }
   }
   const auto text = str("[lockstep/comm] ", state.who(), ": ", operation, " on group '", group.name,
