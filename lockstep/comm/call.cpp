@@ -121,8 +121,15 @@ std::optional<std::string> find_problem(const Call& call, int rank, int size) {
   switch (call.kind) {
     case CallKind::kAllGather:
       if (call.inputs.size() == 1) return wrong_count(call.outputs, "outputs");
-      if (call.outputs.size() == call.inputs.size() * static_cast<std::size_t>(size)) return std::nullopt;
-      return str(call.inputs.size(), " inputs of ", size, " ranks, but ", call.outputs.size(), " outputs");
+      if (call.outputs.size() != call.inputs.size() * static_cast<std::size_t>(size)) {
+        return str(call.inputs.size(), " inputs of ", size, " ranks, but ", call.outputs.size(), " outputs");
+      }
+      for (std::size_t i = 0; i < call.outputs.size(); ++i) {
+        const auto& input = call.inputs[i % call.inputs.size()];
+        if (call.outputs[i].numel() == input.numel()) continue;
+        return str("output ", describe(call.outputs[i]), " must have the elements of input ", describe(input));
+      }
+      return std::nullopt;
     case CallKind::kReduceScatter:
       if (call.outputs.empty()) return "there is no output";
       if (auto problem = wrong_count(call.inputs, "inputs")) return problem;

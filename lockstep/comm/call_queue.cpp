@@ -66,7 +66,7 @@ void CallQueue::drive(std::unique_lock<std::mutex>& lock, WorkPtr work, bool is_
   // The seat is free before callbacks run: they may wait for other calls of this queue.
   is_driven_ = false;
   const auto future = work->future_;
-  if (is_background && future && threads_.size() == 1 && !is_closed_) start_thread();
+  if (is_background && future && idle_threads_ == 0 && !is_closed_) start_thread();
   changed_.notify_all();
   lock.unlock();
   if (future) complete(*future, work->result(), error);
@@ -119,7 +119,9 @@ bool CallQueue::wait(QueuedWork& work, std::chrono::milliseconds timeout) {
 void CallQueue::run_in_background() {
   std::unique_lock lock(mutex_);
   while (true) {
+    ++idle_threads_;
     changed_.wait(lock, [&] { return is_closed_ || (!is_driven_ && !waiting_.empty()); });
+    --idle_threads_;
     if (is_closed_) return;
     auto next = std::move(waiting_.front());
     waiting_.pop_front();
@@ -134,14 +136,17 @@ bool CallQueue::is_idle() const {
 
 void CallQueue::close(const std::string& reason) {
   std::deque<WorkPtr> given_up;
+  std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures;
+  const auto error = std::make_exception_ptr(c10::DistBackendError(reason));
   {
     std::unique_lock lock(mutex_);
     is_closed_ = true;
     close_reason_ = reason;
     given_up.swap(waiting_);
     for (const auto& work : given_up) {
-      work->error_ = std::make_exception_ptr(c10::DistBackendError(reason));
+      work->error_ = error;
       work->is_done_ = true;
+      if (work->future_) futures.push_back(work->future_);
     }
     changed_.notify_all();
     // A callback may drop the last reference to the owner while it runs on one of these very threads.
@@ -150,12 +155,16 @@ void CallQueue::close(const std::string& reason) {
     }
     changed_.wait(lock, [&] { return !is_driven_; });
   }
+  // Before the threads are waited for: one may run a callback that waits for such a future.
+  for (const auto& future : futures) complete(*future, {}, error);
   for (auto& thread : threads_) {
     if (thread.joinable()) thread.join();
   }
-  for (const auto& work : given_up) {
-    if (work->future_) complete(*work->future_, {}, work->error_);
-  }
+}
+
+void CallQueue::abandon() {
+  for (auto& thread : threads_) thread.detach();
+  threads_.clear();
 }
 
 }  // namespace lockstep::detail

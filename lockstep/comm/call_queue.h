@@ -65,6 +65,8 @@ class CallQueue : public std::enable_shared_from_this<CallQueue> {
   bool is_idle() const;
   /// Calls that have not begun fail with `reason`; waits for the one that runs. Called once, by the owner.
   void close(const std::string& reason);
+  /// Instead of close() in a forked process, where the threads are not and locks may be held by nobody.
+  void abandon();
 
  private:
   friend class QueuedWork;
@@ -79,10 +81,11 @@ class CallQueue : public std::enable_shared_from_this<CallQueue> {
   std::condition_variable changed_;
   std::deque<WorkPtr> waiting_;
   bool is_driven_ = false;
+  int idle_threads_ = 0;
   bool is_closed_ = false;
   std::string close_reason_;
-  // The first is started with the first call that needs it, the second with the first callback: while one runs a
-  // callback that waits for a later call's future, the other drives that call.
+  // The first is started with the first call that needs it, another whenever one begins a callback and no other is
+  // idle: the callback may wait for a later call's future, and somebody has to drive that call.
   std::vector<std::thread> threads_;
 };
 

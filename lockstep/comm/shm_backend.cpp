@@ -96,10 +96,8 @@ void add_splits(Spans& spans, const at::Tensor& tensor, const std::vector<int64_
   }
 }
 
-bool overlap(const at::Tensor& one, const at::Tensor& other) {
-  const auto a = span_of(one);
-  const auto b = span_of(other);
-  return a.at < b.at + b.bytes && b.at < a.at + a.bytes;
+bool overlap(const shm::Span& one, const shm::Span& other) {
+  return one.at < other.at + other.bytes && other.at < one.at + one.bytes;
 }
 
 /// One collective: the tensors, and the same as bytes.
@@ -109,6 +107,7 @@ class ShmWork final : public QueuedWork {
           int ranks, uint64_t sequence)
       : QueuedWork(std::move(queue), rank, sequence), collectives_(std::move(collectives)), call_(std::move(call)) {
     make_contiguous();
+    separate_inputs(ranks);
     collect_spans(ranks);
   }
 
@@ -119,6 +118,8 @@ class ShmWork final : public QueuedWork {
 
  private:
   void make_contiguous();
+  void separate_inputs(int ranks);
+  bool is_own_piece(std::size_t input, std::size_t output, int ranks) const;
   void collect_spans(int ranks);
   bool is_root() const { return rank_ == call_.root; }
 
@@ -135,17 +136,18 @@ bool is_contiguous(const std::vector<at::Tensor>& tensors) {
 }
 
 void ShmWork::make_contiguous() {
-  const bool is_all_to_all = call_.kind == CallKind::kAllToAll || call_.kind == CallKind::kAllToAllSingle;
-  if (is_contiguous(call_.inputs) && is_contiguous(call_.outputs) && !is_all_to_all) return;
+  if (is_contiguous(call_.inputs) && is_contiguous(call_.outputs)) return;
   results_ = call_.results();
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const bool is_in_place = call_.outputs.empty();
+  // Others only give, and may be views that cannot be written, such as expanded ones.
+  const bool inputs_change = call_.kind == CallKind::kAllReduce || (call_.kind == CallKind::kReduce && is_root()) ||
+                             (call_.kind == CallKind::kBroadcast && !is_root());
   for (auto& input : call_.inputs) {
     if (input.is_contiguous()) continue;
     const auto own = input;
     input = own.contiguous();
-    if (is_in_place) to_write_back_.emplace_back(input, own);
+    if (inputs_change) to_write_back_.emplace_back(input, own);
   }
   for (auto& output : call_.outputs) {
     if (output.is_contiguous()) continue;
@@ -153,12 +155,53 @@ void ShmWork::make_contiguous() {
     output = at::empty_like(own, at::MemoryFormat::Contiguous);
     to_write_back_.emplace_back(output, own);
   }
-  // An all-to-all writes what others still have to read; everything else may work in place.
-  if (!is_all_to_all) return;
-  for (auto& input : call_.inputs) {
-    for (const auto& output : call_.outputs) {
-      if (!overlap(input, output)) continue;
-      input = input.clone();
+}
+
+/// True if an output may lie in an input, because only this rank reads there: its own piece, exactly.
+bool ShmWork::is_own_piece(std::size_t input, std::size_t output, int ranks) const {
+  const auto same = [](const shm::Span& one, const shm::Span& other) {
+    return one.at == other.at && one.bytes == other.bytes;
+  };
+  const auto& from = call_.inputs[input];
+  const auto& to = call_.outputs[output];
+  switch (call_.kind) {
+    case CallKind::kAllGatherSingle:
+      return input == output && same(span_of(from), piece_of(to, rank_, ranks));
+    case CallKind::kReduceScatterSingle:
+      return input == output && same(piece_of(from, rank_, ranks), span_of(to));
+    case CallKind::kAllGather:
+    case CallKind::kGather:
+      return output == static_cast<std::size_t>(rank_) * call_.inputs.size() + input &&
+             same(span_of(from), span_of(to));
+    case CallKind::kReduceScatter:
+    case CallKind::kScatter:
+      return input == static_cast<std::size_t>(rank_) && same(span_of(from), span_of(to));
+    default:
+      return false;
+  }
+}
+
+/// What others still have to read must not be written: an input that overlaps an output is copied first.
+void ShmWork::separate_inputs(int ranks) {
+  const auto hull = [](const std::vector<at::Tensor>& tensors) {
+    shm::Span all;
+    const std::byte* end = nullptr;
+    for (const auto& tensor : tensors) {
+      const auto span = span_of(tensor);
+      if (span.bytes == 0) continue;
+      if (all.at == nullptr || span.at < all.at) all.at = span.at;
+      end = std::max<const std::byte*>(end, span.at + span.bytes);
+    }
+    all.bytes = static_cast<std::size_t>(end - all.at);
+    return all;
+  };
+  if (call_.inputs.empty() || call_.outputs.empty() || !overlap(hull(call_.inputs), hull(call_.outputs))) return;
+  const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  for (std::size_t i = 0; i < call_.inputs.size(); ++i) {
+    for (std::size_t o = 0; o < call_.outputs.size(); ++o) {
+      if (!overlap(span_of(call_.inputs[i]), span_of(call_.outputs[o])) || is_own_piece(i, o, ranks)) continue;
+      call_.inputs[i] = call_.inputs[i].clone();
       break;
     }
   }
@@ -221,6 +264,9 @@ void ShmWork::perform(bool is_background) {
   try {
     collectives_->run(request, is_background ? shm::Patience::of_background() : shm::Patience::of_caller(team.size()));
   } catch (const shm::PeerError& error) {
+    // A slow rank may still write to tensors it reaches directly. They are kept for good: their owner must not give the
+    // memory to something else.
+    if (team.shares_address_space()) new Call(call_);
     throw c10::DistBackendError(error.what());
   } catch (const shm::MismatchError& error) {
     TORCH_CHECK(false, error.what());
@@ -255,6 +301,7 @@ void ShmBackend::abort() {
 
 void ShmBackend::shutdown() {
   std::call_once(closed_, [&] {
+    if (!team_->is_at_home()) return queue_->abandon();
     // Whatever still runs looks at this between naps and stops.
     const auto reason = team_->seat().who() + " destroyed group '" + team_->seat().group + "'";
     if (!queue_->is_idle()) team_->fail(reason + " with collectives under way");

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <random>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -16,6 +17,15 @@
 
 namespace lockstep::detail {
 namespace {
+
+/// Tells processes apart, also in containers that number theirs alike.
+const std::string& process_token() {
+  static const std::string token = [] {
+    std::random_device random;
+    return str(::getpid(), "-", random(), random());
+  }();
+  return token;
+}
 
 GroupDescription description_of(const BackendRequest& request) {
   return {.store = request.store,
@@ -89,7 +99,7 @@ BackendPtr make_hierarchical_backend(const BackendRequest& request, HostLayout l
 }  // namespace
 
 BackendPtr make_shm_backend(const BackendRequest& request) {
-  const auto mine = str(host_id(), " ", ::getpid());
+  const auto mine = str(host_id(), " ", process_token());
   const auto places = request.size == 1
                           ? std::vector{mine}
                           : check_in(*request.store, "places", str("making group '", request.group_name, "'"),

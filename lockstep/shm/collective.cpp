@@ -68,7 +68,7 @@ class Collectives::Call {
     return team_.slot(rank, step) + team_.layout().header_bytes;
   }
   void wait(Signal Lane::*signal, int rank, std::uint32_t target) {
-    watch_.waits_for(rank);
+    watch_.waits_for(rank, signal, target);
     wait_for(team_.lane(rank).*signal, target, patience_, watch_);
   }
   void wait_for_all(Signal Lane::*signal, std::uint32_t target) {
@@ -81,6 +81,12 @@ class Collectives::Call {
   /// Waits until nobody reads the slot's last content.
   void claim_slot(std::uint32_t step) { wait_for_all(&Lane::finished, step - kSlots + 1); }
   void write_chunk(std::uint32_t step, std::size_t chunk);
+  void publish(std::uint32_t first, std::size_t chunk) {
+    const auto step = first + static_cast<std::uint32_t>(chunk);
+    claim_slot(step);
+    write_chunk(step, chunk);
+    post(mine_.ready, step + 1);
+  }
   /// Reads chunk `chunk` of all givers at `step`, from slots.
   void read_chunk(std::uint32_t step, std::size_t chunk);
   void reduce_chunk(std::uint32_t step, std::size_t begin, std::size_t shift);
@@ -119,6 +125,8 @@ std::uint32_t Collectives::Call::run() {
   write_header(request_, shape_, team_, sequence_, slot);
   const bool is_exposed = reinterpret_cast<const Header*>(slot)->is_exposed;
   if (!is_exposed) write_chunk(first_, 0);
+  // Counters are compared by who is ahead, so one that few calls use must not fall behind by half the range.
+  mine_.reduced.value.store(first_, std::memory_order_relaxed);
   post(mine_.ready, first_ + 1);
 
   wait_for_all(&Lane::ready, first_ + 1);
@@ -212,18 +220,12 @@ void Collectives::Call::read_chunk(std::uint32_t step, std::size_t chunk) {
 
 void Collectives::Call::run_staged(std::uint32_t first, std::size_t chunks, bool is_first_written) {
   const auto last = first + static_cast<std::uint32_t>(chunks);
-  const auto publish = [&](std::size_t chunk) {
-    const auto step = first + static_cast<std::uint32_t>(chunk);
-    claim_slot(step);
-    write_chunk(step, chunk);
-    post(mine_.ready, step + 1);
-  };
   // Who gets nothing reads nothing: nobody shall wait for it before writing.
   if (!gets_) post(mine_.finished, last);
-  if (!is_first_written && gives_) publish(0);
+  if (!is_first_written && gives_) publish(first, 0);
   for (std::size_t chunk = 0; chunk < chunks; ++chunk) {
     const auto step = first + static_cast<std::uint32_t>(chunk);
-    if (gives_ && chunk + 1 < chunks) publish(chunk + 1);
+    if (gives_ && chunk + 1 < chunks) publish(first, chunk + 1);
     if (!gets_) continue;
     for (int rank = 0; rank < ranks_; ++rank) {
       if (rank != me_ && is_giver(rank)) wait(&Lane::ready, rank, step + 1);
@@ -248,16 +250,10 @@ void Collectives::Call::run_staged(std::uint32_t first, std::size_t chunks, bool
 
 void Collectives::Call::run_shares(std::uint32_t first, std::size_t chunks, bool is_first_written) {
   const auto length = length_of(request_.gives);
-  const auto publish = [&](std::size_t chunk) {
-    const auto step = first + static_cast<std::uint32_t>(chunk);
-    claim_slot(step);
-    write_chunk(step, chunk);
-    post(mine_.ready, step + 1);
-  };
-  if (!is_first_written) publish(0);
+  if (!is_first_written) publish(first, 0);
   for (std::size_t chunk = 0; chunk < chunks; ++chunk) {
     const auto step = first + static_cast<std::uint32_t>(chunk);
-    if (chunk + 1 < chunks) publish(chunk + 1);
+    if (chunk + 1 < chunks) publish(first, chunk + 1);
     const auto begin = chunk * chunk_;
     const auto bytes = std::min(chunk_, length - begin);
     // Shares are cut at 64 bytes, which every element size divides.
@@ -351,7 +347,8 @@ void Collectives::run(const Request& request, const Patience& patience) {
     ++next_step_;
     throw;
   } catch (const std::exception& error) {
-    team_->fail(error.what());
+    // In its own words if it was the first: a report of a report would bury the name.
+    if (!team_->failure()) team_->fail(error.what());
     throw;
   }
 }

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
+#include <thread>
 
 #include "lockstep/base/str.h"
 #include "lockstep/shm/errors.h"
@@ -86,8 +87,12 @@ bool send_greeting(int socket, const Greeting& greeting, const Offer& offer) {
   rights->cmsg_len = CMSG_LEN(sizeof(fds));
   std::memcpy(CMSG_DATA(rights), fds, sizeof(fds));
   ssize_t sent = -1;
-  do sent = ::sendmsg(socket, &message, MSG_NOSIGNAL);
-  while (sent < 0 && errno == EINTR);
+  // The kernel bounds how many descriptors of a user may be on their way: then the readers need a moment.
+  for (int tries = 0; tries < 5000 && sent < 0; ++tries) {
+    sent = ::sendmsg(socket, &message, MSG_NOSIGNAL);
+    if (sent >= 0 || (errno != EINTR && errno != ETOOMANYREFS)) break;
+    if (errno == ETOOMANYREFS) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
   return sent == sizeof(copy);
 }
 
@@ -125,7 +130,7 @@ std::vector<Peer> host_meeting(const Seat& seat, const Offer& mine,
   if (::listen(listener.get(), seat.size) != 0) fail(seat, "listen: " + last_error());
   agree(name);
 
-  const auto deadline = Clock::now() + seat.timeout;
+  const auto deadline = deadline_after(seat.timeout);
   std::vector<Peer> peers(static_cast<std::size_t>(seat.size));
   std::vector<UniqueFd> sockets(static_cast<std::size_t>(seat.size));
   for (int come = 1; come < seat.size;) {
@@ -183,7 +188,7 @@ std::vector<Peer> attend_meeting(const Seat& seat, const Offer& mine,
   if (!send_greeting(socket.get(), {.rank = seat.rank, .size = seat.size}, mine)) {
     fail(seat, str("rank ", seat.name_of(0), " is gone"));
   }
-  const auto deadline = Clock::now() + seat.timeout;
+  const auto deadline = deadline_after(seat.timeout);
   std::vector<Peer> peers(static_cast<std::size_t>(seat.size));
   for (int got = 1; got < seat.size; ++got) {
     Greeting greeting;

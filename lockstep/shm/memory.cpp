@@ -28,6 +28,16 @@ std::size_t number_in(const std::string& path, std::size_t otherwise) {
   return file >> value ? value : otherwise;
 }
 
+std::size_t reclaimable_in(const std::string& path) {
+  std::size_t total = 0;
+  std::string name;
+  std::size_t bytes = 0;
+  for (std::ifstream file(path); file >> name >> bytes;) {
+    if (name == "active_file" || name == "inactive_file" || name == "slab_reclaimable") total += bytes;
+  }
+  return total;
+}
+
 /// What the control group (version 2) still allows, walking up from ours: any level may have a limit.
 std::size_t left_in_control_groups() {
   constexpr auto kNoLimit = std::numeric_limits<std::size_t>::max();
@@ -41,7 +51,9 @@ std::size_t left_in_control_groups() {
     const auto folder = "/sys/fs/cgroup" + (path == "/" ? "" : path);
     const auto limit = number_in(folder + "/memory.max", kNoLimit);
     if (limit != kNoLimit) {
-      const auto used = number_in(folder + "/memory.current", 0);
+      // Files that were read count as used, but make room when asked.
+      const auto in_use = number_in(folder + "/memory.current", 0);
+      const auto used = in_use - std::min(in_use, reclaimable_in(folder + "/memory.stat"));
       left = std::min(left, limit > used ? limit - used : 0);
     }
     if (path == "/") break;

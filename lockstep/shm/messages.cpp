@@ -27,7 +27,8 @@ Messages::~Messages() {
 
 void Messages::add(Transfer transfer, std::deque<std::unique_ptr<Pending>>& list) {
   auto pending = std::make_unique<Pending>();
-  pending->deadline = Clock::now() + transfer.timeout;
+  if (const auto reason = team_->failure()) throw PeerError(str(team_->seat().who(), ": ", *reason));
+  pending->deadline = deadline_after(transfer.timeout);
   pending->transfer = std::move(transfer);
   {
     const std::lock_guard lock(mutex_);
@@ -48,6 +49,10 @@ void Messages::receive(Transfer transfer) {
 
 void Messages::close(const std::string& reason) {
   {
+    if (!team_->is_at_home()) {
+      if (thread_.joinable()) thread_.detach();  // a forked process has no such thread
+      return;
+    }
     const std::lock_guard lock(mutex_);
     if (is_closed_) return;
     is_closed_ = true;
@@ -69,6 +74,12 @@ std::string Messages::describe(const Pending& pending, bool is_send) const {
   return str(team_->seat().who(), ": ", is_send ? "send(" : "recv(", name_of(transfer.dtype), "[",
              transfer.span.bytes / std::max<std::size_t>(1, transfer.element_bytes), "], ", is_send ? "to " : "from ",
              peer, ", tag ", transfer.tag, ") on group '", team_->seat().group, "'");
+}
+
+std::string Messages::describe_mismatch(const Pending& receiver, int from, std::size_t bytes, DType dtype) const {
+  return str(describe(receiver, false), ": rank ", team_->seat().name_of(from), " sends ", bytes, " bytes of ",
+             name_of(dtype), ", ", receiver.transfer.span.bytes, " bytes of ", name_of(receiver.transfer.dtype),
+             " are expected");
 }
 
 bool Messages::push(int to) {
@@ -122,18 +133,17 @@ bool Messages::begin_message(int from, const Channel::Slot& slot) {
   auto& incoming = incoming_[static_cast<std::size_t>(from)];
   incoming.receiver = take_receiver(from, slot.tag);
   if (!incoming.receiver && !wants_from(from)) return false;
-  incoming.moved = 0;
-  incoming.is_under_way = true;
   if (!incoming.receiver) {
     incoming.store = std::make_unique<Stored>(Stored{slot.tag, slot.dtype, std::vector<std::byte>(slot.message_bytes)});
-    return true;
   }
+  incoming.moved = 0;
+  incoming.bytes = slot.message_bytes;
+  incoming.is_under_way = true;
+  if (!incoming.receiver) return true;
   const auto& wanted = incoming.receiver->transfer;
   if (wanted.span.bytes != slot.message_bytes || wanted.dtype != slot.dtype) {
     // Refused here, and the message is thrown away, so that the next one finds its receiver.
-    const auto problem = str(describe(*incoming.receiver, false), ": rank ", team_->seat().name_of(from), " sends ",
-                             slot.message_bytes, " bytes of ", name_of(slot.dtype), ", ", wanted.span.bytes,
-                             " bytes of ", name_of(wanted.dtype), " are expected");
+    const auto problem = describe_mismatch(*incoming.receiver, from, slot.message_bytes, slot.dtype);
     finish(std::move(incoming.receiver), from, problem);
   }
   return true;
@@ -149,6 +159,9 @@ bool Messages::pull(int from) {
     if (channel.sent.value.load(std::memory_order_acquire) == taken) break;
     const auto& slot = channel.slots[taken % kMessageSlots];
     if (!incoming.is_under_way && !begin_message(from, slot)) break;
+    if (slot.offset != incoming.moved || slot.message_bytes != incoming.bytes) {
+      throw PeerError(str("rank ", team_->seat().name_of(from), " gave up half way through a message"));
+    }
     const auto bytes = std::min<std::size_t>(kMessageChunkBytes, slot.message_bytes - slot.offset);
     std::byte* to = nullptr;
     if (incoming.receiver) to = incoming.receiver->transfer.span.at + slot.offset;
@@ -161,8 +174,11 @@ bool Messages::pull(int from) {
     if (!is_complete) continue;
     incoming.is_under_way = false;
     if (incoming.receiver) finish(std::move(incoming.receiver), from, "");
-    if (incoming.store) incoming.stored.push_back(std::move(*incoming.store));
+    if (!incoming.store) continue;
+    incoming.stored.push_back(std::move(*incoming.store));
     incoming.store.reset();
+    // Its receiver may have come meanwhile, and goes before that of the next message.
+    serve_from_store();
   }
   if (has_moved) ring(team_->lane(from).bell);
   return has_moved;
@@ -183,9 +199,7 @@ bool Messages::serve_from_store() {
       if (wanted.span.bytes == each->bytes.size() && wanted.dtype == each->dtype) {
         if (!each->bytes.empty()) std::memcpy(wanted.span.at, each->bytes.data(), each->bytes.size());
       } else {
-        problem = str(describe(*receiver, false), ": rank ", team_->seat().name_of(from), " sends ", each->bytes.size(),
-                      " bytes of ", name_of(each->dtype), ", ", wanted.span.bytes, " bytes of ", name_of(wanted.dtype),
-                      " are expected");
+        problem = describe_mismatch(*receiver, from, each->bytes.size(), each->dtype);
       }
       finish(std::move(receiver), from, problem);
       each = stored.erase(each);
@@ -213,12 +227,13 @@ void Messages::fail_where(const Match& match) {
   };
   for (auto& list : sends_) sweep(list, true);
   sweep(receives_, false);
-  for (auto& incoming : incoming_) {
+  for (int peer = 0; peer < team_->size(); ++peer) {
+    auto& incoming = incoming_[static_cast<std::size_t>(peer)];
     if (!incoming.receiver) continue;
+    incoming.receiver->transfer.peer = peer;  // no longer any
     const std::string reason = match(*incoming.receiver, false);
     if (reason.empty()) continue;
     const auto text = str(describe(*incoming.receiver, false), ": ", reason);
-    const int peer = incoming.receiver->transfer.peer;
     finish(std::move(incoming.receiver), peer, text);  // what still comes of it is thrown away
   }
 }
@@ -248,52 +263,74 @@ void Messages::look_after() {
     if (pending.has_begun) team_->fail(str(team_->seat().who(), ": a message timed out half way"));
     return str("it did not happen within ", pending.transfer.timeout.count(), " ms: the other rank is hung or late");
   });
+  // Half a message would be read as the beginning of the next.
+  if (const auto reason = team_->failure()) fail_where([&](const Pending&, bool) { return *reason; });
+  try {
+    if (team_->seat().interrupt) team_->seat().interrupt();
+  } catch (const std::exception& error) {
+    const std::string reason = error.what();
+    fail_where([&](const Pending&, bool) { return reason; });
+  }
+}
+
+void Messages::accept_new() {
+  const std::lock_guard lock(mutex_);
+  for (auto& send : new_sends_) {
+    const auto to = static_cast<std::size_t>(send->transfer.peer);
+    sends_[to].push_back(std::move(send));
+  }
+  std::move(new_receives_.begin(), new_receives_.end(), std::back_inserter(receives_));
+  new_sends_.clear();
+  new_receives_.clear();
+  if (is_closed_) is_ending_ = true;
+}
+
+bool Messages::move_all() {
+  bool has_moved = serve_from_store();
+  for (int rank = 0; rank < team_->size(); ++rank) {
+    try {
+      has_moved = push(rank) || has_moved;
+    } catch (const MemoryError& error) {
+      // The channel could not be opened, so nothing has begun.
+      for (auto& send : std::exchange(sends_[static_cast<std::size_t>(rank)], {})) {
+        const auto text = str(describe(*send, true), ": ", error.what());
+        finish(std::move(send), rank, text);
+      }
+    }
+    try {
+      has_moved = pull(rank) || has_moved;
+    } catch (const std::exception& error) {
+      team_->fail(str(team_->seat().who(), ": receiving messages failed: ", error.what()));
+      look_after();
+    }
+  }
+  return has_moved;
+}
+
+bool Messages::is_idle() const {
+  return receives_.empty() &&
+         std::all_of(sends_.begin(), sends_.end(), [](const auto& list) { return list.empty(); }) &&
+         std::none_of(incoming_.begin(), incoming_.end(), [](const auto& each) { return each.receiver != nullptr; });
 }
 
 void Messages::work() {
   auto& bell = team_->lane(team_->rank()).bell;
   int looks = 0;
+  auto next_look = Clock::now() + kLongestNap;
   while (true) {
     const auto seen = bell.value.load(std::memory_order_acquire);
-    bool has_moved = false;
-    {
-      const std::lock_guard lock(mutex_);
-      for (auto& send : new_sends_) {
-        const auto to = static_cast<std::size_t>(send->transfer.peer);
-        sends_[to].push_back(std::move(send));
-      }
-      std::move(new_receives_.begin(), new_receives_.end(), std::back_inserter(receives_));
-      new_sends_.clear();
-      new_receives_.clear();
-      if (is_closed_) {
-        fail_where([&](const Pending&, bool) { return close_reason_; });
-      }
-    }
-    const bool is_closed = [&] {
-      const std::lock_guard lock(mutex_);
-      return is_closed_;
-    }();
-    if (!is_closed) {
-      has_moved = serve_from_store();
-      try {
-        for (int rank = 0; rank < team_->size(); ++rank) {
-          has_moved = push(rank) || has_moved;
-          has_moved = pull(rank) || has_moved;
-        }
-      } catch (const MemoryError& error) {
-        fail_where([&](const Pending&, bool) { return std::string(error.what()); });
-      }
+    accept_new();
+    if (is_ending_) fail_where([&](const Pending&, bool) { return close_reason_; });
+    const bool has_moved = !is_ending_ && move_all();
+    // By the clock, so that steady traffic with one rank does not hide that another is gone.
+    if (!is_ending_ && Clock::now() >= next_look) {
+      look_after();
+      next_look = Clock::now() + kLongestNap;
     }
     for (auto& each : std::exchange(finished_, {})) each();
-    if (is_closed) return;
+    if (is_ending_) return;
     looks = has_moved ? 0 : looks + 1;
-    if (looks < kLooks) continue;
-    const bool is_idle =
-        receives_.empty() && std::all_of(sends_.begin(), sends_.end(), [](const auto& list) { return list.empty(); }) &&
-        std::none_of(incoming_.begin(), incoming_.end(), [](const auto& i) { return i.receiver != nullptr; });
-    nap(bell, seen, is_idle ? std::chrono::milliseconds(10'000) : kLongestNap);
-    if (!is_idle) look_after();
-    for (auto& each : std::exchange(finished_, {})) each();
+    if (looks >= kLooks) nap(bell, seen, is_idle() ? std::chrono::milliseconds(10'000) : kLongestNap);
   }
 }
 

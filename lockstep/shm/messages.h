@@ -24,7 +24,7 @@ class Messages {
  public:
   /// From whoever sends first.
   static constexpr int kAnyRank = -1;
-  /// Called once, from the messages' thread, with the sender's or receiver's rank.
+  /// Called once, from the messages' thread, with the sender's or receiver's rank. Must not wait for another message.
   using Done = std::function<void(std::exception_ptr error, int peer)>;
 
   struct Transfer {
@@ -66,12 +66,16 @@ class Messages {
     std::unique_ptr<Pending> receiver;
     std::unique_ptr<Stored> store;
     std::size_t moved = 0;
+    std::size_t bytes = 0;
     bool is_under_way = false;
     std::deque<Stored> stored;
   };
 
   void add(Transfer transfer, std::deque<std::unique_ptr<Pending>>& list);
   void work();
+  void accept_new();
+  bool move_all();
+  bool is_idle() const;
   bool push(int to);
   bool pull(int from);
   bool begin_message(int from, const Channel::Slot& slot);
@@ -81,6 +85,7 @@ class Messages {
   void look_after();
   void finish(std::unique_ptr<Pending> pending, int peer, const std::string& problem);
   std::string describe(const Pending& pending, bool is_send) const;
+  std::string describe_mismatch(const Pending& receiver, int from, std::size_t bytes, DType dtype) const;
   template <class Match>
   void fail_where(const Match& match);
 
@@ -97,6 +102,7 @@ class Messages {
   std::vector<std::deque<std::unique_ptr<Pending>>> sends_;  // by receiver
   std::deque<std::unique_ptr<Pending>> receives_;            // in the order asked
   std::vector<Incoming> incoming_;                           // by sender
+  bool is_ending_ = false;
   std::vector<int> times_seen_gone_;
   std::vector<std::function<void()>> finished_;
 };

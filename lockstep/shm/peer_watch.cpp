@@ -10,21 +10,28 @@ void PeerWatch::give_up(const std::string& why) const {
                       "': ", why));
 }
 
+int PeerWatch::find_gone() const {
+  for (int rank = 0; rank < team_.size(); ++rank) {
+    if (rank == team_.rank() || has_reached(team_.lane(rank).*signal_, target_)) continue;
+    if (team_.is_gone(rank)) return rank;
+  }
+  return -1;
+}
+
 void PeerWatch::check() {
   const auto& seat = team_.seat();
   if (seat.interrupt) seat.interrupt();
   const auto now = std::chrono::steady_clock::now();
-  if (!deadline_) deadline_ = now + request_.timeout;
+  if (!deadline_) deadline_ = deadline_after(request_.timeout);
   if (const auto reason = team_.failure()) give_up(str("another rank gave up: ", *reason));
-  if (team_.is_gone(rank_)) {
-    // It may have done its part and gone between our look at the counter and this one: look once more.
-    if (was_gone_) {
-      give_up(team_.has_left(rank_) ? str("rank ", seat.name_of(rank_), " has left the group without taking part")
-                                    : str("rank ", seat.name_of(rank_), " is gone: its process ended"));
-    }
-    was_gone_ = true;
-    return;
+  // All ranks, not only the one whose turn it is: that one may be late for a good reason, the other never comes.
+  const int gone = find_gone();
+  if (gone >= 0 && gone == seen_gone_) {
+    give_up(team_.has_left(gone) ? str("rank ", seat.name_of(gone), " has left the group without taking part")
+                                 : str("rank ", seat.name_of(gone), " is gone: its process ended"));
   }
+  // Twice, since it may have done its part and gone between the two looks of find_gone().
+  seen_gone_ = gone;
   if (now >= *deadline_) {
     give_up(str("rank ", seat.name_of(rank_), " did not take part within ", request_.timeout.count(),
                 " ms: it is hung, late or makes other calls. Look there for an earlier error."));

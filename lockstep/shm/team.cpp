@@ -2,6 +2,7 @@
 
 #include <poll.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -67,12 +68,13 @@ struct Team::Room {
 
 Team::Team(Seat seat)
     : seat_(std::move(seat)),
+      home_(::getpid()),
       layout_(seat_.size),
       bases_(static_cast<std::size_t>(seat_.size)),
       open_channels_(static_cast<std::size_t>(seat_.size)) {}
 
 void Team::leave() {
-  if (bases_.empty() || base(rank()) == nullptr) return;
+  if (bases_.empty() || base(rank()) == nullptr || !is_at_home()) return;
   auto& mine = lane(rank());
   if (mine.has_left.exchange(1, std::memory_order_acq_rel) != 0) return;
   // Whoever sleeps until I publish shall look up and see that I will not.
@@ -81,6 +83,7 @@ void Team::leave() {
 
 Team::~Team() {
   leave();
+  if (!is_at_home()) own_lifeline_.release();  // closed at the fork; the number may be another file's by now
   if (own_lifeline_) forget_lifeline(own_lifeline_.get());
 }
 
@@ -97,7 +100,7 @@ std::shared_ptr<Team> Team::of_threads(Seat seat, const std::string& key) {
   auto& come = team->room_->come;
   ring(come);
   // Nobody goes on, or away, before all are in: a room that was given up would be found empty by those who come later.
-  const auto deadline = std::chrono::steady_clock::now() + team->seat_.timeout;
+  const auto deadline = deadline_after(team->seat_.timeout);
   try {
     for (auto seen = come.value.load(); seen != static_cast<std::uint32_t>(team->size()); seen = come.value.load()) {
       nap(come, seen, kLongestNap);
@@ -151,10 +154,11 @@ std::byte* Team::message_chunk(int from, int to, std::uint32_t number) const {
 
 void Team::open_channel(int to) {
   if (open_channels_[static_cast<std::size_t>(to)]) return;
+  if (!room_) {
+    memories_[static_cast<std::size_t>(rank())].commit(
+        layout_.channels + static_cast<std::size_t>(to) * layout_.channel_bytes, layout_.channel_bytes);
+  }
   open_channels_[static_cast<std::size_t>(to)] = true;
-  if (room_) return;
-  memories_[static_cast<std::size_t>(rank())].commit(
-      layout_.channels + static_cast<std::size_t>(to) * layout_.channel_bytes, layout_.channel_bytes);
 }
 
 std::optional<std::uint64_t> Team::locate(const std::byte* at, std::size_t bytes) const {
@@ -165,7 +169,12 @@ std::optional<std::uint64_t> Team::locate(const std::byte* at, std::size_t bytes
   return static_cast<std::uint64_t>(at - mine.data());
 }
 
+bool Team::is_at_home() const {
+  return ::getpid() == home_;
+}
+
 void Team::fail(const std::string& reason) {
+  if (!is_at_home()) return;
   auto& mine = lane(rank());
   auto state = Failure::kNone;
   if (!mine.failure_state.compare_exchange_strong(state, Failure::kBeingWritten)) return;

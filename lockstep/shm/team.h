@@ -73,6 +73,9 @@ class Team {
   /// My memory for zero-copy tensors: nothing among threads, who need none.
   SharedMemory* pool_memory() { return room_ ? nullptr : &memories_[seat_.rank]; }
 
+  /// False in a process forked off the one that made the team: there it must not speak for the rank.
+  bool is_at_home() const;
+
   /// Tells the others why this rank can go no further. The first reason stays.
   void fail(const std::string& reason);
   /// Why some rank can go no further, in the words of the one that noticed.
@@ -89,6 +92,7 @@ class Team {
 
   // Fixed once made.
   const Seat seat_;
+  const pid_t home_;
   const Layout layout_;
   std::vector<std::byte*> bases_;
   std::vector<SharedMemory> memories_;  // processes: one per rank, mine with its descriptor
