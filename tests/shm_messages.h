@@ -3,6 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <thread>
+
 #include "lockstep/lockstep.h"
 
 namespace lockstep::shm_messages {
@@ -58,6 +61,29 @@ inline void check_tags(const World& world) {
       EXPECT_EQ(tensor[999].item<int64_t>(), expected);
       EXPECT_TRUE(work->getFuture()->completed());
     }
+  }
+}
+
+/// A message that is being put aside when its receiver comes still goes before the next of its tag.
+inline void check_order_around_the_store(const World& world) {
+  for (int round = 0; round < 20; ++round) {
+    if (world.rank() == 0) {
+      std::vector<c10::intrusive_ptr<c10d::Work>> works;
+      for (const int tag : {5, 5, 7}) {
+        works.push_back(send(world, at::full({100'000}, static_cast<int>(works.size())), 1, tag));
+      }
+      for (const auto& work : works) work->wait();
+    } else if (world.rank() == 1) {
+      std::vector<at::Tensor> tensors(3);
+      for (auto& tensor : tensors) tensor = at::full({100'000}, -1);
+      const auto last = receive(world, tensors[2], 0, 7);
+      std::this_thread::sleep_for(std::chrono::microseconds(round * 20));
+      const auto first = receive(world, tensors[0], 0, 5);
+      const auto second = receive(world, tensors[1], 0, 5);
+      for (const auto& work : {first, second, last}) work->wait();
+      for (int i = 0; i < 3; ++i) EXPECT_EQ(tensors[i][99'999].item<int64_t>(), i) << "round " << round;
+    }
+    barrier(world.group());
   }
 }
 
@@ -121,6 +147,7 @@ inline void check_strides_and_refusals(const World& world) {
 inline void check_all(const World& world) {
   check_exchange(world);
   check_tags(world);
+  check_order_around_the_store(world);
   check_any_source(world);
   check_strides_and_refusals(world);
   check_beside_collectives(world);

@@ -68,7 +68,7 @@ class Collectives::Call {
     return team_.slot(rank, step) + team_.layout().header_bytes;
   }
   void wait(Signal Lane::*signal, int rank, std::uint32_t target) {
-    watch_.waits_for(rank, signal, target);
+    watch_.waits_for(rank);
     wait_for(team_.lane(rank).*signal, target, patience_, watch_);
   }
   void wait_for_all(Signal Lane::*signal, std::uint32_t target) {
@@ -120,6 +120,7 @@ class Collectives::Call {
 };
 
 std::uint32_t Collectives::Call::run() {
+  watch_.ends_before(first_ + 1);
   claim_slot(first_);
   auto* slot = team_.slot(me_, first_);
   write_header(request_, shape_, team_, sequence_, slot);
@@ -157,6 +158,7 @@ std::uint32_t Collectives::Call::run() {
   // If some could not publish in place, nobody does; those who did begin with the next step, and the others with them.
   const bool is_first_written = exposed_ranks == 0;
   const auto first = is_first_written ? first_ : first_ + 1;
+  watch_.ends_before(first + static_cast<std::uint32_t>(chunks));
   if (!is_first_written) post(mine_.finished, first_ + 1);
   const bool in_shares =
       request_.kind == Kind::kAllReduce && ranks_ >= kLeastRanksForShares && largest >= kLeastBytesForShares;

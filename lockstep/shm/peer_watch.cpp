@@ -12,8 +12,8 @@ void PeerWatch::give_up(const std::string& why) const {
 
 int PeerWatch::find_gone() const {
   for (int rank = 0; rank < team_.size(); ++rank) {
-    if (rank == team_.rank() || has_reached(team_.lane(rank).*signal_, target_)) continue;
-    if (team_.is_gone(rank)) return rank;
+    const bool is_done = has_reached(team_.lane(rank).finished, end_);
+    if (rank != team_.rank() && !is_done && team_.is_gone(rank)) return rank;
   }
   return -1;
 }

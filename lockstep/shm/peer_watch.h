@@ -16,12 +16,9 @@ class PeerWatch final : public Watch {
   PeerWatch(const Team& team, const Request& request, std::uint64_t sequence)
       : team_(team), request_(request), sequence_(sequence) {}
 
-  /// What every rank has to reach, and whose turn it is to be waited for.
-  void waits_for(int rank, Signal Lane::*signal, std::uint32_t target) {
-    rank_ = rank;
-    signal_ = signal;
-    target_ = target;
-  }
+  void waits_for(int rank) { rank_ = rank; }
+  /// A rank that has finished the steps before this one has done its part of the call.
+  void ends_before(std::uint32_t step) { end_ = step; }
   void check() override;
 
  private:
@@ -33,8 +30,7 @@ class PeerWatch final : public Watch {
   const Request& request_;
   const std::uint64_t sequence_;
   int rank_ = 0;
-  Signal Lane::*signal_ = &Lane::ready;
-  std::uint32_t target_ = 0;
+  std::uint32_t end_ = 0;
   std::optional<std::chrono::steady_clock::time_point> deadline_;
   int seen_gone_ = -1;
 };

@@ -49,6 +49,14 @@ void work_until_a_peer_is_gone(int rank, unsigned seed, const std::string& path)
                                  [&](const std::string& word) { return agree_by_file(path, rank, word); });
   Collectives collectives(team);
   Messages messages(team);
+  if (env("LOCKSTEP_TEST_CHILD_LEAVES") && ::fork() == 0) {
+    // A child that takes its copy of everything down must not speak for its parent.
+    team->leave();
+    team->fail("the child failed");
+    messages.close("the child closed");
+    std::_Exit(0);
+  }
+  if (env("LOCKSTEP_TEST_LATE")) std::this_thread::sleep_for(8s);
   Pool pool(team);
   std::mt19937 random(seed);
   std::vector<float> ordinary(200'000);
@@ -117,10 +125,11 @@ std::string read_all(int fd) {
 }
 
 /// Starts the ranks, kills one after a while and looks at what the others make of it.
-void kill_one(unsigned seed, bool forks) {
+void kill_one(unsigned seed, const EnvironmentChanges& of_victim = {}, int late_rank = -1) {
+  const bool forks = !of_victim.empty();
   SCOPED_TRACE(str("seed ", seed));
   std::mt19937 random(seed);
-  const int victim = static_cast<int>(random() % kRanks);
+  const int victim = late_rank >= 0 ? late_rank + 1 : static_cast<int>(random() % kRanks);
   const auto delay = std::chrono::microseconds(random() % 40'000);
   std::string folder = "/tmp/lockstep-kill-XXXXXX";
   ASSERT_NE(::mkdtemp(folder.data()), nullptr);
@@ -130,19 +139,20 @@ void kill_one(unsigned seed, bool forks) {
     EnvironmentChanges environment = {{"LOCKSTEP_TEST_RANK", std::to_string(rank)},
                                       {"LOCKSTEP_TEST_SEED", std::to_string(seed)},
                                       {"LOCKSTEP_TEST_MEETING", meeting}};
-    if (forks && rank == victim) environment["LOCKSTEP_TEST_FORKS"] = "1";
+    if (rank == victim) environment.insert(of_victim.begin(), of_victim.end());
+    if (rank == late_rank) environment["LOCKSTEP_TEST_LATE"] = "1";
     ranks.emplace_back(ChildOptions{.argv = {"/proc/self/exe", "--gtest_also_run_disabled_tests",
                                              "--gtest_filter=Victim.DISABLED_Rank", "--gtest_brief=1"},
                                     .environment = environment,
                                     .inherited_fds = {}});
   }
-  std::this_thread::sleep_for(delay + (forks ? 100ms : 0ms));
+  std::this_thread::sleep_for(delay + (forks || late_rank >= 0 ? 200ms : 0ms));
   // The one process, not its tree: a forked child must not keep it looking alive.
   ::kill(ranks[static_cast<std::size_t>(victim)].pid(), SIGKILL);
   const auto killed = Child::Clock::now();
   std::string all_texts;
   for (int rank = 0; rank < kRanks; ++rank) {
-    if (rank == victim) continue;
+    if (rank == victim || rank == late_rank) continue;
     auto& survivor = ranks[static_cast<std::size_t>(rank)];
     while (!survivor.exit_status() && Child::Clock::now() < killed + 10s) survivor.wait_until_gone(10ms);
     const auto text = read_all(survivor.stdout_fd());
@@ -154,7 +164,7 @@ void kill_one(unsigned seed, bool forks) {
   // Those who were still meeting wait for who did not come; afterwards everybody knows who is gone, and soon.
   if (all_texts.find("making the shared-memory group") == std::string::npos) {
     for (int rank = 0; rank < kRanks; ++rank) {
-      if (rank == victim) continue;
+      if (rank == victim || rank == late_rank) continue;
       EXPECT_LT(ranks[static_cast<std::size_t>(rank)].exit_time() - killed, 1500ms) << "rank " << rank;
       EXPECT_NE(all_texts.find(str("rank ", victim, " is gone")), std::string::npos) << all_texts;
     }
@@ -183,7 +193,7 @@ std::string lockstep_sockets() {
 TEST(Kill, AtAnyPointIsNoticedByTheOthersAndLeavesNothing) {
   const auto before = shared_memory_bytes();
   for (unsigned seed = 1; seed <= 200; ++seed) {
-    kill_one(seed, false);
+    kill_one(seed);
     if (HasFatalFailure()) return;
   }
   // 200 teams would have left 600 rings and pools of a MiB each; other programs may use a little meanwhile.
@@ -192,7 +202,16 @@ TEST(Kill, AtAnyPointIsNoticedByTheOthersAndLeavesNothing) {
 }
 
 TEST(Kill, IsNoticedThoughAForkedChildLivesOn) {
-  for (const unsigned seed : {1001U, 1002U, 1003U}) kill_one(seed, true);
+  for (const unsigned seed : {1001U, 1002U, 1003U}) kill_one(seed, {{"LOCKSTEP_TEST_FORKS", "1"}});
+}
+
+TEST(Kill, IsNoticedThoughAForkedChildTookItsCopyDown) {
+  for (const unsigned seed : {1001U, 1002U, 1003U}) kill_one(seed, {{"LOCKSTEP_TEST_CHILD_LEAVES", "1"}});
+}
+
+// Rank 0 waits for rank 1, which is late for a good reason; that rank 2 is gone must be heard meanwhile.
+TEST(Kill, IsNoticedBehindALateRank) {
+  kill_one(2001, {}, 1);
 }
 
 }  // namespace

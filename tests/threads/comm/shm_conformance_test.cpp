@@ -3,6 +3,7 @@
 
 #include "lockstep/testing/gtest.h"
 #include "tests/shm_messages.h"
+#include "tests/shm_odd_tensors.h"
 
 namespace lockstep {
 namespace {
@@ -18,13 +19,17 @@ TEST_P(ShmConformance, HoldsForEveryCollective) {
 
 INSTANTIATE_TEST_SUITE_P(Worlds, ShmConformance, ::testing::Values(1, 2, 3, 4, 5));
 
-class ShmMessages : public ::testing::TestWithParam<int> {};
+class ShmRanks : public ::testing::TestWithParam<int> {};
 
-TEST_P(ShmMessages, ArriveInOrder) {
+TEST_P(ShmRanks, ExchangeMessagesInOrder) {
   testing::run_threads_in_gtest({.world_size = GetParam(), .backend = "shm"}, shm_messages::check_all);
 }
 
-INSTANTIATE_TEST_SUITE_P(Worlds, ShmMessages, ::testing::Values(2, 3, 5));
+TEST_P(ShmRanks, TakeExpandedAndOverlappingTensors) {
+  testing::run_threads_in_gtest({.world_size = GetParam(), .backend = "shm"}, shm_odd_tensors::check_all);
+}
+
+INSTANTIATE_TEST_SUITE_P(Worlds, ShmRanks, ::testing::Values(2, 3, 5));
 
 }  // namespace
 }  // namespace lockstep
