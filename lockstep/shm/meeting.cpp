@@ -22,7 +22,8 @@ using Clock = std::chrono::steady_clock;
 struct Greeting {
   static constexpr std::uint64_t kMagic = 0x4c6f636b73746570;  // "Lockstep"
   std::uint64_t magic = kMagic;
-  std::uint32_t layout = kSlots * 1000 + sizeof(Lane);  // ranks of different builds must not share memory
+  std::uint32_t layout =
+      kSlots * 1000U + std::uint32_t{sizeof(Lane)};  // ranks of different builds must not share memory
   std::int32_t rank = -1;
   std::int32_t size = 0;
 };

@@ -126,7 +126,7 @@ void write_header(const Request& request, const Shape& shape, const Team& team, 
     }
   }
   if (header.bytes >= kLeastExposed && request.gives.size() <= team.layout().locations) {
-    auto* locations = sizes_in(slot) + 2 * ranks;
+    auto* locations = sizes_in(slot) + 2 * static_cast<std::size_t>(ranks);
     header.is_exposed = true;
     for (std::size_t i = 0; i < request.gives.size(); ++i) {
       const auto location = team.locate(request.gives[i].at, request.gives[i].bytes);

@@ -132,12 +132,12 @@ std::shared_ptr<Team> Team::of_processes(Seat seat, const std::function<std::str
   team->own_lifeline_ = std::move(lifeline);
 
   auto found = meet(team->seat_, {.memory = memory.fd(), .lifeline = watched_end.get()}, agree);
+  team->memories_.resize(static_cast<std::size_t>(team->size()));
+  team->memories_[static_cast<std::size_t>(team->rank())] = std::move(memory);
   for (int rank = 0; rank < team->size(); ++rank) {
     auto& peer = found[static_cast<std::size_t>(rank)];
-    auto& mapped = team->memories_.emplace_back();
-    if (rank == team->rank()) {
-      mapped = std::move(memory);
-    } else {
+    auto& mapped = team->memories_[static_cast<std::size_t>(rank)];
+    if (rank != team->rank()) {
       mapped = SharedMemory::attach(str("memory of rank ", team->seat_.name_of(rank)), std::move(peer.memory));
       mapped.forget_fd();
     }

@@ -67,6 +67,7 @@ class Team {
   /// A number by which the others find my memory at `at`, if all of it is shared.
   std::optional<std::uint64_t> locate(const std::byte* at, std::size_t bytes) const;
   std::byte* resolve(int rank, std::uint64_t location) const {
+    // NOLINTNEXTLINE(performance-no-int-to-ptr): it was a pointer of this process
     return room_ ? reinterpret_cast<std::byte*>(location) : base(rank) + location;
   }
 
