@@ -3,12 +3,15 @@
 
 #include <sstream>
 
+#include "lockstep/base/broken_pipe.h"
 #include "lockstep/base/env.h"
 #include "lockstep/comm/builtin_backends.h"
 
 namespace lockstep::detail {
 
 BackendPtr make_gloo_backend(const BackendRequest& request) {
+  // A rank whose peer died must live to say so.
+  keep_broken_pipes_from_killing();
   auto options = c10d::ProcessGroupGloo::Options::create(request.timeout);
   // The same variable Python's torch.distributed reads: interfaces to use, separated by commas.
   if (const auto interfaces = env("GLOO_SOCKET_IFNAME")) {

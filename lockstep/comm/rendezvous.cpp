@@ -6,7 +6,6 @@
 #include <netdb.h>
 #include <sys/socket.h>
 
-#include <csignal>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -16,6 +15,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "lockstep/base/broken_pipe.h"
 #include "lockstep/base/str.h"
 #include "lockstep/base/unique_fd.h"
 #include "lockstep/comm/failure.h"
@@ -23,17 +23,9 @@
 namespace lockstep {
 namespace {
 
-// The store's client writes to its socket without asking for an error instead of SIGPIPE, so a rank would die of
-// talking to a store that is gone. Python's interpreter ignores the signal for every program; C++ programs do not.
-void keep_broken_pipes_from_killing() {
-  struct sigaction now = {};
-  if (::sigaction(SIGPIPE, nullptr, &now) != 0 || now.sa_handler != SIG_DFL) return;
-  now.sa_handler = SIG_IGN;
-  ::sigaction(SIGPIPE, &now, nullptr);
-}
-
 StorePtr tcp_store(const std::string& host, int port, bool is_server, int rank, int size,
                    std::chrono::milliseconds timeout) {
+  // The store's client writes to its socket without asking for an error instead of a signal.
   keep_broken_pipes_from_killing();
   c10d::TCPStoreOptions options;
   options.port = static_cast<std::uint16_t>(port);

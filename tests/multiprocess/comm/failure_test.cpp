@@ -78,6 +78,13 @@ TEST(Failure, OfAStoppedRankIsNamedInABarrier) {
                                  });
 }
 
+LOCKSTEP_PROCESS_TEST(Failure, OfAPeerDoesNotKillByABrokenPipe, 2) {
+  // Gloo writes without asking for an error instead of a signal.
+  struct sigaction now = {};
+  ::sigaction(SIGPIPE, nullptr, &now);
+  EXPECT_EQ(now.sa_handler, SIG_IGN);
+}
+
 TEST(Failure, IsToldToTheRankThatCameLate) {
   const auto report = run_processes_from_gtest(
       {.world_size = 3, .timeout = 120s, .collective_timeout = 3s, .expected_exit_code = kSawIt},
