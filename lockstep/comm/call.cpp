@@ -5,6 +5,8 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/ScalarType.h>
 
+#include <algorithm>
+
 #include "lockstep/base/str.h"
 
 namespace lockstep {
@@ -88,8 +90,12 @@ std::optional<std::string> find_split_problem(const at::Tensor& tensor, const st
     return str(describe(tensor), " cannot be cut into ", size, " equal pieces; give the splits");
   }
   int64_t total = 0;
-  for (const auto split : splits) total += split;
-  if (splits.size() == static_cast<std::size_t>(size) && total == rows) return std::nullopt;
+  int64_t least = 0;
+  for (const auto split : splits) {
+    total += split;
+    least = std::min(least, split);
+  }
+  if (splits.size() == static_cast<std::size_t>(size) && total == rows && least >= 0) return std::nullopt;
   return str("splits ", join(splits, ", "), " do not cut ", describe(tensor), " into ", size, " pieces");
 }
 

@@ -9,9 +9,9 @@ namespace lockstep::detail {
 namespace {
 
 // Survivors that wait look at the page every kPollInterval (pending.cpp); they have signed well before this is over.
-constexpr auto kGrace = std::chrono::milliseconds(1500);
+constexpr auto kGrace = std::chrono::milliseconds(800);
 // Longer than a waiting rank takes to notice, shorter than anybody minds.
-constexpr auto kServerLinger = std::chrono::milliseconds(500);
+constexpr auto kServerLinger = std::chrono::milliseconds(200);
 constexpr auto kSignPoll = std::chrono::milliseconds(20);
 constexpr char kAnyFailure[] = "failure/any";
 constexpr char kStoreIsGone[] = "the store is gone, and with it the rank that served it (rank 0 under lockstep-run)";

@@ -67,6 +67,7 @@ void HierarchicalBackend::abort() {
 
 void HierarchicalBackend::shutdown() {
   std::call_once(closed_, [&] {
+    if (!hierarchy_->local().is_at_home()) return queue_->abandon();
     // Ends a stage on this host at once; one across hosts ends when the other leader goes, or by its timeout.
     if (!queue_->is_idle()) hierarchy_->local().abort();
     queue_->close(who_ + " destroyed the group");

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 
+#include "lockstep/base/str.h"
 #include "lockstep/comm/byte_calls.h"
 #include "lockstep/comm/failure.h"
 #include "lockstep/comm/packing.h"
@@ -30,6 +31,29 @@ shm::Reduction across_hosts(const Call& call, int ranks) {
           .divisor = static_cast<std::size_t>(ranks)};
 }
 
+bool has_leader_stage(CallKind kind) {
+  switch (kind) {
+    case CallKind::kGather:
+    case CallKind::kScatter:
+    case CallKind::kAllToAll:
+    case CallKind::kAllToAllSingle:
+      return false;  // all ranks talk to each other
+    default:
+      return true;
+  }
+}
+
+/// In words, since it is shown if another host has something else.
+std::string what_hosts_compare(const Call& call) {
+  if (call.kind == CallKind::kBarrier) return name_of(call.kind);
+  int64_t elements = 0;
+  for (const auto& tensor : call.inputs) elements += tensor.numel();
+  std::string rooted;
+  if (call.kind == CallKind::kReduce || call.kind == CallKind::kBroadcast) rooted = str(", root ", call.root);
+  return str(name_of(call.kind), is_reduction(call.kind) ? str("(", name_of(call.op), ")") : "", " of ", elements, " ",
+             c10::toString(call.inputs[0].scalar_type()), " elements per rank", rooted);
+}
+
 /// A leader reduces in place; where that is not the result's place, the caller's tensor stays as it is.
 at::Tensor unlike_inputs(const at::Tensor& run, const Call& call) {
   return run.data_ptr() == call.inputs[0].data_ptr() ? run.clone() : run;
@@ -37,7 +61,7 @@ at::Tensor unlike_inputs(const at::Tensor& run, const Call& call) {
 
 }  // namespace
 
-Hierarchy::Hierarchy(HostLayout layout, int rank, BackendPtr local, const BackendPtr& leaders, BackendPtr flat)
+Hierarchy::Hierarchy(HostLayout layout, int rank, c10::intrusive_ptr<ShmBackend> local, const BackendPtr& leaders, BackendPtr flat)
     : layout_(std::move(layout)),
       rank_(rank),
       host_(layout_.host_of(rank)),
@@ -52,7 +76,10 @@ void Hierarchy::run(const Call& call) {
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   try {
-    run_stages(call, Deadline(call.timeout));
+    const Deadline deadline(call.timeout);
+    // On its way while the host is busy with the first stage.
+    if (is_leader() && has_leader_stage(call.kind)) leaders_->announce(what_hosts_compare(call), deadline);
+    run_stages(call, deadline);
   } catch (const std::exception& error) {
     failure_ = first_line(error);
     leaders_.reset();
@@ -100,10 +127,11 @@ template <class Stage>
 void Hierarchy::across(const Stage& stage) {
   if (!is_leader()) return;
   try {
+    leaders_->check_same_call();
     stage();
-  } catch (...) {
+  } catch (const std::exception& error) {
     // The others of this host wait for what will not come.
-    local_->abort();
+    local_->fail(first_line(error));
     throw;
   }
 }
@@ -136,7 +164,8 @@ void Hierarchy::broadcast(const Call& call, const Deadline& deadline) {
   if (host_ == root_host) broadcast_on_host(run, layout_.place_of(call.root), deadline);
   across([&] { leaders_->broadcast(run, root_host, deadline); });
   if (host_ != root_host) broadcast_on_host(run, 0, deadline);
-  unpack(run, call.inputs);
+  // The root's may be a view that cannot be written.
+  if (rank_ != call.root) unpack(run, call.inputs);
 }
 
 std::vector<at::Tensor> Hierarchy::by_host(const at::Tensor& table) const {

@@ -13,18 +13,19 @@
 #include "lockstep/comm/call.h"
 #include "lockstep/comm/host_layout.h"
 #include "lockstep/comm/leader_exchange.h"
+#include "lockstep/comm/shm_backend.h"
 
 namespace lockstep::detail {
 
 class Hierarchy {
  public:
   /// `local`: the ranks of this host. `leaders`: one per host, null on ranks that lead none. `flat`: all ranks.
-  Hierarchy(HostLayout layout, int rank, BackendPtr local, const BackendPtr& leaders, BackendPtr flat);
+  Hierarchy(HostLayout layout, int rank, c10::intrusive_ptr<ShmBackend> local, const BackendPtr& leaders, BackendPtr flat);
 
   /// Runs `call`, which is well formed, and blocks until its results may be read.
   void run(const Call& call);
 
-  c10d::Backend& local() const { return *local_; }
+  ShmBackend& local() const { return *local_; }
   c10d::Backend& flat() const { return *flat_; }
 
  private:
@@ -57,7 +58,7 @@ class Hierarchy {
   const int rank_;
   const int host_;
   const at::Tensor host_order_;  // layout_.host_order(); undefined if that is rank order
-  const BackendPtr local_;
+  const c10::intrusive_ptr<ShmBackend> local_;
   const BackendPtr flat_;
 
   // Used by run() alone.

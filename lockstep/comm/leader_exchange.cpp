@@ -1,8 +1,11 @@
 #include "lockstep/comm/leader_exchange.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <cstring>
+#include <utility>
 
 #include "lockstep/comm/call.h"
 #include "lockstep/comm/packing.h"
@@ -15,6 +18,9 @@ constexpr std::size_t kMostBytesGathered = std::size_t{32} << 10;
 // What one leader sends another at a time, unless that makes too many messages.
 constexpr int64_t kLeastShareBytes = int64_t{512} << 10;
 constexpr int64_t kMostSlices = 64;
+constexpr int64_t kAnnouncementBytes = 128;
+// Data has tags 0, 1, …
+constexpr int kAnnouncementTag = 1000;
 
 std::size_t at_host(int host) {
   return static_cast<std::size_t>(host);
@@ -42,6 +48,28 @@ void LeaderExchange::send(const std::vector<at::Tensor>& parts, int tag, Works& 
 
 void LeaderExchange::wait(const Works& works, const Deadline& deadline) {
   for (const auto& work : works) work->wait(deadline.left());
+}
+
+void LeaderExchange::announce(const std::string& call, const Deadline& deadline) {
+  announced_ = at::zeros({hosts(), kAnnouncementBytes}, at::kByte);
+  const auto rows = announced_.unbind(0);
+  std::memcpy(rows[at_host(host())].mutable_data_ptr(), call.data(),
+              std::min<std::size_t>(call.size(), kAnnouncementBytes - 1));
+  announced_until_ = deadline;
+  receive(rows, kAnnouncementTag, announcing_);
+  send(std::vector(at_host(hosts()), rows[at_host(host())]), kAnnouncementTag, announcing_);
+}
+
+void LeaderExchange::check_same_call() {
+  wait(std::exchange(announcing_, {}), *announced_until_);
+  const auto text_of = [&](int each) {
+    return std::string(reinterpret_cast<const char*>(announced_[each].const_data_ptr<uint8_t>()));
+  };
+  const auto mine = text_of(host());
+  for (int each = 0; each < hosts(); ++each) {
+    TORCH_CHECK(text_of(each) == mine, "hosts disagree: this one, host ", host(), ", calls ", mine, ", host ", each,
+                " calls ", text_of(each));
+  }
 }
 
 void LeaderExchange::swap(const std::vector<at::Tensor>& sent, const std::vector<at::Tensor>& received,

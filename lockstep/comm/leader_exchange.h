@@ -4,6 +4,8 @@
 // local stage works here too, half types are summed in float, and all leaders get the same bits in every run.
 #pragma once
 
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "lockstep/comm/backend_registry.h"
@@ -17,6 +19,11 @@ class LeaderExchange {
  public:
   /// Among the leaders alone; rank h is host h's.
   explicit LeaderExchange(BackendPtr transport) : transport_(std::move(transport)) {}
+
+  /// Tells the other leaders what comes next; does not wait.
+  void announce(const std::string& call, const Deadline& deadline);
+  /// Throws, on all of them, if what the leaders announced differs.
+  void check_same_call();
 
   /// In place.
   void all_reduce(const at::Tensor& run, const shm::Reduction& reduction, const Deadline& deadline);
@@ -46,6 +53,11 @@ class LeaderExchange {
   std::vector<at::Tensor> room_for_others(const at::Tensor& run) const;
 
   const BackendPtr transport_;
+
+  // From announce() to check_same_call().
+  at::Tensor announced_;  // a row per host
+  Works announcing_;
+  std::optional<Deadline> announced_until_;
 };
 
 }  // namespace lockstep::detail

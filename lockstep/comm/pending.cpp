@@ -18,7 +18,7 @@ namespace lockstep {
 namespace {
 
 // How long a rank waits before it asks whether others have given up, and between asking again.
-constexpr auto kPollInterval = std::chrono::milliseconds(200);
+constexpr auto kPollInterval = std::chrono::milliseconds(100);
 
 /// What has to be made up for: not every release of gloo averages, it coalesces CPU tensors only, and its
 /// reduce-scatter has no future.
@@ -233,7 +233,10 @@ Pending run_on_backend(const Call& call, const GroupPtr& group) {
   }
   std::vector<c10::intrusive_ptr<c10d::Work>> works;
   try {
-    for (const auto& part : parts) works.push_back(dispatch(backend, part));
+    for (const auto& part : parts) {
+      // NCCL has none for a call nobody will wait for: it is on the current stream already.
+      if (auto work = dispatch(backend, part)) works.push_back(std::move(work));
+    }
   } catch (const c10::DistBackendError&) {
     throw;
   } catch (const std::exception& error) {

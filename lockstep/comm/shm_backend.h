@@ -29,7 +29,11 @@ class ShmBackend final : public CallBackend {
   WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
 
   void abort() override;
+  /// Like abort(), with a reason that the other ranks' errors show.
+  void fail(const std::string& reason);
   void shutdown() override;
+  /// False in a process forked off this rank's.
+  bool is_at_home() const;
 
  protected:
   WorkPtr submit(Call call) override;
@@ -41,7 +45,7 @@ class ShmBackend final : public CallBackend {
   const std::shared_ptr<shm::Collectives> collectives_;  // used by the queue's driver
   const std::shared_ptr<CallQueue> queue_;
   const std::shared_ptr<c10::Allocator> allocator_;
-  shm::Messages messages_;
+  const std::shared_ptr<shm::Messages> messages_;
   std::atomic<uint64_t> next_sequence_ = 0;
   std::once_flag closed_;
 };

@@ -18,13 +18,13 @@
 namespace lockstep::detail {
 namespace {
 
-/// Tells processes apart, also in containers that number theirs alike.
-const std::string& process_token() {
+/// Tells processes apart, also in containers that number theirs alike, and a forked one from its parent.
+std::string process_token() {
   static const std::string token = [] {
     std::random_device random;
-    return str(::getpid(), "-", random(), random());
+    return str(random(), random());
   }();
-  return token;
+  return str(::getpid(), "-", token);
 }
 
 GroupDescription description_of(const BackendRequest& request) {
@@ -37,7 +37,7 @@ GroupDescription description_of(const BackendRequest& request) {
 }
 
 /// Among ranks of one host.
-BackendPtr make_local_backend(const BackendRequest& request, bool is_one_process) {
+c10::intrusive_ptr<ShmBackend> make_local_backend(const BackendRequest& request, bool is_one_process) {
   const auto group = description_of(request);
   const auto what = str("making group '", request.group_name, "'");
   int round = 0;

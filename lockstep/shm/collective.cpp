@@ -337,6 +337,10 @@ Collectives::Collectives(std::shared_ptr<Team> team)
       outputs_(static_cast<std::size_t>(team_->size())) {}
 
 void Collectives::run(const Request& request, const Patience& patience) {
+  if (!team_->is_at_home()) {
+    throw PeerError(str(team_->seat().who(), ": ", describe(request), " on group '", team_->seat().group,
+                        "': this process was forked off the rank's and cannot speak for it. Start ranks by exec."));
+  }
   if (const auto reason = team_->failure()) {
     throw PeerError(str(team_->seat().who(), ": ", describe(request), ": group '", team_->seat().group,
                         "' cannot be used any more: ", *reason));

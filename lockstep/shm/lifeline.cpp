@@ -26,7 +26,10 @@ std::array<std::atomic<int>, kMostLifelines>& kept_ends() {
   return table;
 }
 
+std::atomic<int> generation = 0;
+
 void close_in_child() {
+  generation.fetch_add(1, std::memory_order_relaxed);
   for (auto& entry : kept_ends()) {
     const int fd = entry.exchange(-1);
     if (fd >= 0) ::close(fd);
@@ -35,9 +38,14 @@ void close_in_child() {
 
 }  // namespace
 
-std::pair<UniqueFd, UniqueFd> make_lifeline() {
+int fork_generation() {
   static const int registered = ::pthread_atfork(nullptr, nullptr, close_in_child);
   (void)registered;
+  return generation.load(std::memory_order_relaxed);
+}
+
+std::pair<UniqueFd, UniqueFd> make_lifeline() {
+  fork_generation();
   int ends[2] = {-1, -1};
   if (::pipe2(ends, O_CLOEXEC) != 0) {
     throw MemoryError(str("[lockstep/shm] a pipe could not be made: ", std::strerror(errno),

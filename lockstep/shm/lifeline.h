@@ -11,6 +11,9 @@ namespace lockstep::shm {
 /// Python's data loaders fork, and would keep a dead rank looking alive.
 std::pair<UniqueFd, UniqueFd> make_lifeline();
 
+/// How many forks lie between this process and the first of its line that made a lifeline.
+int fork_generation();
+
 /// The kept end is about to be closed.
 void forget_lifeline(int fd);
 

@@ -21,20 +21,16 @@ Messages::Messages(std::shared_ptr<Team> team)
       incoming_(static_cast<std::size_t>(team_->size())),
       times_seen_gone_(static_cast<std::size_t>(team_->size())) {}
 
-Messages::~Messages() {
-  close("the group was destroyed");
-}
-
 void Messages::add(Transfer transfer, std::deque<std::unique_ptr<Pending>>& list) {
   auto pending = std::make_unique<Pending>();
-  if (const auto reason = team_->failure()) throw PeerError(str(team_->seat().who(), ": ", *reason));
   pending->deadline = deadline_after(transfer.timeout);
   pending->transfer = std::move(transfer);
   {
     const std::lock_guard lock(mutex_);
-    if (is_closed_) throw PeerError(close_reason_);
+    const auto reason = close_reason_ ? close_reason_ : team_->failure();
+    if (reason) throw PeerError(str(describe(*pending, &list == &new_sends_), ": ", *reason));
     list.push_back(std::move(pending));
-    if (!thread_.joinable()) thread_ = std::thread([this] { work(); });
+    if (!thread_.joinable()) thread_ = std::thread([self = shared_from_this()] { self->work(); });
   }
   ring(team_->lane(team_->rank()).bell);
 }
@@ -54,12 +50,14 @@ void Messages::close(const std::string& reason) {
       return;
     }
     const std::lock_guard lock(mutex_);
-    if (is_closed_) return;
-    is_closed_ = true;
+    if (close_reason_) return;
     close_reason_ = reason;
   }
   ring(team_->lane(team_->rank()).bell);
-  if (thread_.joinable()) thread_.join();
+  if (!thread_.joinable()) return;
+  // A callback may drop the last reference to the owner while it runs on this very thread.
+  if (thread_.get_id() == std::this_thread::get_id()) return thread_.detach();
+  thread_.join();
 }
 
 void Messages::finish(std::unique_ptr<Pending> pending, int peer, const std::string& problem) {
@@ -282,7 +280,7 @@ void Messages::accept_new() {
   std::move(new_receives_.begin(), new_receives_.end(), std::back_inserter(receives_));
   new_sends_.clear();
   new_receives_.clear();
-  if (is_closed_) is_ending_ = true;
+  if (close_reason_) is_ending_ = true;
 }
 
 bool Messages::move_all() {
@@ -320,7 +318,7 @@ void Messages::work() {
   while (true) {
     const auto seen = bell.value.load(std::memory_order_acquire);
     accept_new();
-    if (is_ending_) fail_where([&](const Pending&, bool) { return close_reason_; });
+    if (is_ending_) fail_where([&](const Pending&, bool) { return *close_reason_; });
     const bool has_moved = !is_ending_ && move_all();
     // By the clock, so that steady traffic with one rank does not hide that another is gone.
     if (!is_ending_ && Clock::now() >= next_look) {

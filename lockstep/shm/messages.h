@@ -12,6 +12,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -20,7 +21,8 @@
 
 namespace lockstep::shm {
 
-class Messages {
+/// Held by shared_ptr: its thread, once there is one, keeps it too.
+class Messages : public std::enable_shared_from_this<Messages> {
  public:
   /// From whoever sends first.
   static constexpr int kAnyRank = -1;
@@ -38,13 +40,12 @@ class Messages {
   };
 
   explicit Messages(std::shared_ptr<Team> team);
-  ~Messages();
 
   /// Neither blocks. The memory must stay until `done`.
   void send(Transfer transfer);
   void receive(Transfer transfer);
 
-  /// Fails what is under way with `reason`. Called once.
+  /// Fails what is under way with `reason`. Whoever makes an object of this class calls it at the end.
   void close(const std::string& reason);
 
  private:
@@ -94,8 +95,7 @@ class Messages {
   std::mutex mutex_;  // guards what other threads add
   std::deque<std::unique_ptr<Pending>> new_sends_;
   std::deque<std::unique_ptr<Pending>> new_receives_;
-  std::string close_reason_;
-  bool is_closed_ = false;
+  std::optional<std::string> close_reason_;  // once it is closed
   std::thread thread_;
 
   // The messages' thread only.

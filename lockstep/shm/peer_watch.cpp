@@ -12,7 +12,9 @@ void PeerWatch::give_up(const std::string& why) const {
 
 int PeerWatch::find_gone() const {
   for (int rank = 0; rank < team_.size(); ++rank) {
-    const bool is_done = has_reached(team_.lane(rank).finished, end_);
+    // Both: who only gives has nothing to finish reading, and may yet die before it has shown everything.
+    const auto& lane = team_.lane(rank);
+    const bool is_done = has_reached(lane.finished, end_) && has_reached(lane.ready, end_);
     if (rank != team_.rank() && !is_done && team_.is_gone(rank)) return rank;
   }
   return -1;

@@ -88,7 +88,7 @@ int usable_cores() {
 Patience Patience::of_caller(int ranks) {
   static const int cores = usable_cores();
   if (ranks <= cores) return {.spins = 500, .yields = 100};
-  return {.spins = 0, .yields = 100};
+  return {.spins = 0, .yields = 1000};
 }
 
 Patience Patience::of_background() {

@@ -68,7 +68,7 @@ struct Team::Room {
 
 Team::Team(Seat seat)
     : seat_(std::move(seat)),
-      home_(::getpid()),
+      home_(fork_generation()),
       layout_(seat_.size),
       bases_(static_cast<std::size_t>(seat_.size)),
       open_channels_(static_cast<std::size_t>(seat_.size)) {}
@@ -170,7 +170,7 @@ std::optional<std::uint64_t> Team::locate(const std::byte* at, std::size_t bytes
 }
 
 bool Team::is_at_home() const {
-  return ::getpid() == home_;
+  return fork_generation() == home_;
 }
 
 void Team::fail(const std::string& reason) {

@@ -93,7 +93,7 @@ class Team {
 
   // Fixed once made.
   const Seat seat_;
-  const pid_t home_;
+  const int home_;  // the fork_generation() of the process that made it
   const Layout layout_;
   std::vector<std::byte*> bases_;
   std::vector<SharedMemory> memories_;  // processes: one per rank, mine with its descriptor

@@ -48,12 +48,12 @@ void work_until_a_peer_is_gone(int rank, unsigned seed, const std::string& path)
   auto team = Team::of_processes({.rank = rank, .size = kRanks, .group = "victims", .timeout = 1s},
                                  [&](const std::string& word) { return agree_by_file(path, rank, word); });
   Collectives collectives(team);
-  Messages messages(team);
+  const auto messages = std::make_shared<Messages>(team);
   if (env("LOCKSTEP_TEST_CHILD_LEAVES") && ::fork() == 0) {
     // A child that takes its copy of everything down must not speak for its parent.
     team->leave();
     team->fail("the child failed");
-    messages.close("the child closed");
+    messages->close("the child closed");
     std::_Exit(0);
   }
   if (env("LOCKSTEP_TEST_LATE")) std::this_thread::sleep_for(8s);
@@ -84,8 +84,8 @@ void work_until_a_peer_is_gone(int rank, unsigned seed, const std::string& path)
       return [&promise](std::exception_ptr error, int) { error ? promise.set_exception(error) : promise.set_value(); };
     };
     std::vector<std::byte> box(span.bytes);
-    messages.send({.peer = (rank + 1) % kRanks, .span = span, .timeout = 30s, .done = into(sent)});
-    messages.receive({.peer = (rank + kRanks - 1) % kRanks,
+    messages->send({.peer = (rank + 1) % kRanks, .span = span, .timeout = 30s, .done = into(sent)});
+    messages->receive({.peer = (rank + kRanks - 1) % kRanks,
                       .span = {box.data(), box.size()},
                       .timeout = 30s,
                       .done = into(received)});
