@@ -23,7 +23,7 @@ lockstep::BackendPtr create(const c10d::DistributedBackendOptions& options) {
                                  .size = options.group_size,
                                  .group_name = options.group_id,
                                  .timeout = std::chrono::duration_cast<std::chrono::milliseconds>(options.timeout),
-                                 .address = "127.0.0.1",
+                                 .address = "",  // torch.distributed does not say how others reach this host
                                  .global_ranks = {ranks.begin(), ranks.end()}});
 }
 

@@ -56,7 +56,19 @@ inline void check_overlaps(const World& world) {
   }
 }
 
+/// A conjugate is a flag on the memory of another tensor.
+inline void check_conjugates(const World& world) {
+  const auto plain = at::full({5}, c10::complex<double>(1, world.rank() + 1.0), at::kComplexDouble);
+  const auto gathered = at::empty({world.world_size() * 5}, at::kComplexDouble);
+  all_gather_into_tensor(gathered, plain.conj(), world.group());
+  for (int rank = 0; rank < world.world_size(); ++rank) {
+    EXPECT_TRUE(at::equal(at::view_as_real(gathered.narrow(0, 5 * rank, 5)),
+                          at::view_as_real(at::full({5}, c10::complex<double>(1, -1.0 - rank), at::kComplexDouble))));
+  }
+}
+
 inline void check_all(const World& world) {
+  check_conjugates(world);
   check_expanded_inputs(world);
   check_overlaps(world);
 }

@@ -209,4 +209,22 @@ inline void check_mixed_with_blocking(const World& world) {
   }
 }
 
+/// Copies of strided tensors are made when a call's turn has come, not when it is launched.
+inline void check_strided_in_order(const World& world) {
+  const auto ranks = static_cast<float>(world.world_size());
+  for (const int64_t rows : {3, 20'000}) {
+    const auto tensor = at::ones({rows, 4}).t();
+    const auto half = tensor.narrow(0, 1, 2);
+    std::vector<Pending> pending;
+    for (int i = 0; i < 3; ++i) pending.push_back(launch_all_reduce(half, world.group()));
+    // Its input is what the calls before it are still to write.
+    const auto gathered = at::empty({world.world_size(), 2, rows});
+    pending.push_back(launch_all_gather_into_tensor(gathered, half, world.group()));
+    for (auto& each : pending) each.wait();
+    EXPECT_TRUE(at::equal(half, at::full({2, rows}, ranks * ranks * ranks)));
+    EXPECT_TRUE(at::equal(gathered, at::full(gathered.sizes(), ranks * ranks * ranks)));
+    EXPECT_TRUE(at::equal(tensor[0], at::ones({rows})));
+  }
+}
+
 }  // namespace lockstep::shm_order

@@ -61,7 +61,8 @@ at::Tensor unlike_inputs(const at::Tensor& run, const Call& call) {
 
 }  // namespace
 
-Hierarchy::Hierarchy(HostLayout layout, int rank, c10::intrusive_ptr<ShmBackend> local, const BackendPtr& leaders, BackendPtr flat)
+Hierarchy::Hierarchy(HostLayout layout, int rank, c10::intrusive_ptr<ShmBackend> local, const BackendPtr& leaders,
+                     BackendPtr flat)
     : layout_(std::move(layout)),
       rank_(rank),
       host_(layout_.host_of(rank)),

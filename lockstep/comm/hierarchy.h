@@ -20,7 +20,8 @@ namespace lockstep::detail {
 class Hierarchy {
  public:
   /// `local`: the ranks of this host. `leaders`: one per host, null on ranks that lead none. `flat`: all ranks.
-  Hierarchy(HostLayout layout, int rank, c10::intrusive_ptr<ShmBackend> local, const BackendPtr& leaders, BackendPtr flat);
+  Hierarchy(HostLayout layout, int rank, c10::intrusive_ptr<ShmBackend> local, const BackendPtr& leaders,
+            BackendPtr flat);
 
   /// Runs `call`, which is well formed, and blocks until its results may be read.
   void run(const Call& call);

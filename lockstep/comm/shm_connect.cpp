@@ -111,6 +111,8 @@ BackendPtr make_shm_backend(const BackendRequest& request) {
   const bool is_one_process = std::all_of(neighbours.begin(), neighbours.end(),
                                           [&](int rank) { return places[static_cast<std::size_t>(rank)] == mine; });
   if (layout.hosts() == 1) return make_local_backend(request, is_one_process);
+  TORCH_CHECK(!request.address.empty(), "[lockstep/comm] group '", request.group_name, "' has ranks on ",
+              layout.hosts(), " hosts, but here backend shm serves ranks of one host only. Use gloo.");
   if (layout.largest() == 1) return make_backend("gloo", request_among(first_ranks(request.size), "flat", request));
   return make_hierarchical_backend(request, std::move(layout), is_one_process);
 }

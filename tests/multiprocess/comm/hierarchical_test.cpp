@@ -8,6 +8,7 @@
 #include "lockstep/base/rank_local.h"
 #include "lockstep/testing/gtest.h"
 #include "tests/conformance.h"
+#include "tests/shm_odd_tensors.h"
 #include "tests/shm_random.h"
 
 namespace lockstep {
@@ -202,14 +203,25 @@ TEST_P(Hierarchical, RunsLaunchedCallsInOrder) {
   });
 }
 
+/// A world of its own, whose group is hierarchical.
+void in_hierarchical_world(const World& outer, const Hosts& hosts, const std::function<void(const World&)>& body) {
+  RankScope scope;
+  const EnterRank enter(scope);
+  ::setenv("LOCKSTEP_HOST_ID", std::to_string(hosts.at(outer.rank())).c_str(), 1);
+  const auto world = init({.rank = outer.rank(), .world_size = outer.world_size(), .store = outer.store()});
+  EXPECT_EQ(backend_name(world.group()), "hierarchical");
+  body(world);
+}
+
+TEST_P(Hierarchical, TakesExpandedAndOverlappingTensors) {
+  testing::run_processes_in_gtest(options_for(GetParam()), [](const World& outer) {
+    in_hierarchical_world(outer, GetParam(), shm_odd_tensors::check_all);
+  });
+}
+
 TEST_P(Hierarchical, GivesWhatTheModelGivesForRandomSequences) {
   testing::run_processes_in_gtest(options_for(GetParam()), [](const World& outer) {
-    RankScope scope;
-    const EnterRank enter(scope);
-    ::setenv("LOCKSTEP_HOST_ID", std::to_string(GetParam().at(outer.rank())).c_str(), 1);
-    const auto world = init({.rank = outer.rank(), .world_size = outer.world_size(), .store = outer.store()});
-    EXPECT_EQ(backend_name(world.group()), "hierarchical");
-    shm_random::check_sequences(world, 77, 300);
+    in_hierarchical_world(outer, GetParam(), [](const World& world) { shm_random::check_sequences(world, 77, 300); });
   });
 }
 
@@ -251,6 +263,30 @@ TEST(HierarchicalFailure, OfRanksOfOneHostThatDisagreeIsToldToAll) {
   });
 }
 
+/// Both hosts are of one mind in themselves: only the leaders can notice.
+TEST(HierarchicalFailure, OfHostsThatDisagreeIsToldToAll) {
+  const auto expect_disagreement = [](const std::function<void(const GroupPtr&, bool)>& collective,
+                                      const std::string& here, const std::string& there) {
+    testing::run_processes_in_gtest({.world_size = 4, .backend = "gloo"}, [&](const World& world) {
+      const auto group = group_on({0, 0, 1, 1}, world, 20s);
+      all_reduce(at::ones({3}), group);
+      expect_error([&] { collective(group, world.rank() >= 2); }, {"hosts disagree", here, there});
+    });
+  };
+  expect_disagreement(
+      [](const GroupPtr& group, bool is_other) { all_reduce(at::ones({4}, is_other ? at::kInt : at::kFloat), group); },
+      "4 Float", "4 Int");
+  expect_disagreement([](const GroupPtr& group,
+                         bool is_other) { all_reduce(at::ones({4}), group, is_other ? ReduceOp::MAX : ReduceOp::SUM); },
+                      "all_reduce(sum)", "all_reduce(max)");
+  expect_disagreement(
+      [](const GroupPtr& group, bool is_other) { all_reduce(at::ones({is_other ? 50'000 : 4}), group); }, "4 Float",
+      "50000 Float");
+  expect_disagreement(
+      [](const GroupPtr& group, bool is_other) { is_other ? barrier(group) : all_reduce(at::ones({4}), group); },
+      "barrier", "all_reduce(sum)");
+}
+
 constexpr int kSawIt = 42;
 
 void be_killed() {
@@ -283,20 +319,21 @@ void expect_all_hosts_name(int victim, const std::function<void()>& doom, std::c
 }
 
 TEST(HierarchicalFailure, OfAKilledRankIsNamedOnBothHosts) {
-  expect_all_hosts_name(3, be_killed, 20s, 6s, [](const GroupPtr& group) { all_reduce(at::ones({100'000}), group); });
+  expect_all_hosts_name(3, be_killed, 20s, 2500ms,
+                        [](const GroupPtr& group) { all_reduce(at::ones({100'000}), group); });
 }
 
 TEST(HierarchicalFailure, OfAKilledLeaderIsNamedOnBothHosts) {
-  expect_all_hosts_name(2, be_killed, 20s, 6s, [](const GroupPtr& group) { all_reduce(at::ones({10}), group); });
+  expect_all_hosts_name(2, be_killed, 20s, 2500ms, [](const GroupPtr& group) { all_reduce(at::ones({10}), group); });
 }
 
 TEST(HierarchicalFailure, IsNamedInAReduceScatter) {
-  expect_all_hosts_name(3, be_killed, 20s, 6s,
+  expect_all_hosts_name(3, be_killed, 20s, 2500ms,
                         [](const GroupPtr& group) { reduce_scatter_tensor(at::empty({5}), at::ones({20}), group); });
 }
 
 TEST(HierarchicalFailure, IsNamedInAnAllToAll) {
-  expect_all_hosts_name(3, be_killed, 20s, 6s, [](const GroupPtr& group) {
+  expect_all_hosts_name(3, be_killed, 20s, 2500ms, [](const GroupPtr& group) {
     const auto rows = at::empty({4, 5});
     for (int i = 0; i < 2; ++i) all_to_all_single(rows, at::ones({4, 5}), group);
   });

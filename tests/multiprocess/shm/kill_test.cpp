@@ -43,12 +43,54 @@ std::string agree_by_file(const std::string& path, int rank, const std::string& 
   throw PeerError("making the shared-memory group failed: rank 0 said nothing");
 }
 
+/// One collective of `kind`. Each piece is full of its giver's rank + 1; what is gotten is checked.
+void run_one(Collectives& collectives, Kind kind, const Span& room, int root) {
+  const int rank = collectives.team().rank();
+  const Shape shape(kind);
+  const bool is_in_place = kind == Kind::kAllReduce || kind == Kind::kReduce;
+  const auto all = std::span(reinterpret_cast<float*>(room.at), room.bytes / sizeof(float));
+  std::fill(all.begin(), all.end(), 1.0F + static_cast<float>(rank));
+  static std::vector<float> received;
+  received.resize(all.size());
+  const auto pieces_of = [](std::span<float> values, bool are_several) {
+    const auto piece = are_several ? values.size() / kRanks : values.size();
+    std::vector<Span> spans;
+    for (int i = 0; i < (are_several ? kRanks : 1); ++i) {
+      spans.push_back(
+          {reinterpret_cast<std::byte*>(values.data() + static_cast<std::size_t>(i) * piece), piece * sizeof(float)});
+    }
+    return spans;
+  };
+  // Where one side is cut into a piece per rank, the other is such a piece or cut alike.
+  const bool are_pieces = shape.gives_per_receiver || shape.gets_per_giver;
+  const auto piece = are_pieces ? all.size() / kRanks : all.size();
+  const auto gives = pieces_of(shape.gives_per_receiver ? all : all.first(piece), shape.gives_per_receiver);
+  const auto target = is_in_place ? all : std::span(received);
+  const auto gets = pieces_of(shape.gets_per_giver ? target : target.first(piece), shape.gets_per_giver);
+  const bool takes =
+      kind != Kind::kBarrier && (!shape.only_root_gets || rank == root) && (kind != Kind::kBroadcast || rank != root);
+  Request request{.kind = kind, .element_bytes = sizeof(float), .root = root, .timeout = 30s};
+  if (kind != Kind::kBarrier && (!shape.only_root_gives || rank == root)) request.gives = gives;
+  if (takes) request.gets = gets;
+  collectives.run(request, Patience::of_caller(kRanks));
+  for (std::size_t i = 0; takes && i < gets.size(); ++i) {
+    const auto giver = shape.gets_per_giver ? static_cast<float>(i) : static_cast<float>(root);
+    const float expected = shape.reduces ? 6 : giver + 1;
+    const auto* values = reinterpret_cast<const float*>(gets[i].at);
+    const auto count = gets[i].bytes / sizeof(float);
+    if (count == 0 || (values[0] == expected && values[count - 1] == expected)) continue;
+    std::printf("%s: wrong result %g instead of %g\n", name_of(kind), values[0], expected);
+    std::_Exit(1);
+  }
+}
+
 /// Collectives and messages without end, the same on all ranks. Returns only by exception.
 void work_until_a_peer_is_gone(int rank, unsigned seed, const std::string& path) {
   auto team = Team::of_processes({.rank = rank, .size = kRanks, .group = "victims", .timeout = 1s},
                                  [&](const std::string& word) { return agree_by_file(path, rank, word); });
   Collectives collectives(team);
   const auto messages = std::make_shared<Messages>(team);
+  std::ofstream(path + ".made" + std::to_string(rank));
   if (env("LOCKSTEP_TEST_CHILD_LEAVES") && ::fork() == 0) {
     // A child that takes its copy of everything down must not speak for its parent.
     team->leave();
@@ -64,19 +106,9 @@ void work_until_a_peer_is_gone(int rank, unsigned seed, const std::string& path)
   while (true) {
     const auto count = std::size_t{1} + random() % ordinary.size();
     float* values = random() % 2 == 0 ? ordinary.data() : shared;
-    std::fill_n(values, count, 1.0F + static_cast<float>(rank));
+    const auto kind = static_cast<Kind>(random() % (static_cast<unsigned>(Kind::kBarrier) + 1));
     const Span span{reinterpret_cast<std::byte*>(values), count * sizeof(float)};
-    const bool is_reduction = random() % 3 != 0;
-    Request request{.kind = is_reduction ? Kind::kAllReduce : Kind::kBroadcast, .element_bytes = sizeof(float)};
-    request.timeout = 30s;
-    if (is_reduction || rank == 0) request.gives = {&span, 1};
-    if (is_reduction || rank != 0) request.gets = {&span, 1};
-    collectives.run(request, Patience::of_caller(kRanks));
-    const float expected = is_reduction ? 6 : 1;
-    if (values[0] != expected || values[count - 1] != expected) {
-      std::printf("wrong result %g\n", values[0]);
-      std::_Exit(1);
-    }
+    run_one(collectives, kind, span, static_cast<int>(random() % kRanks));
     if (random() % 4 != 0) continue;
     std::promise<void> received;
     std::promise<void> sent;
@@ -86,9 +118,9 @@ void work_until_a_peer_is_gone(int rank, unsigned seed, const std::string& path)
     std::vector<std::byte> box(span.bytes);
     messages->send({.peer = (rank + 1) % kRanks, .span = span, .timeout = 30s, .done = into(sent)});
     messages->receive({.peer = (rank + kRanks - 1) % kRanks,
-                      .span = {box.data(), box.size()},
-                      .timeout = 30s,
-                      .done = into(received)});
+                       .span = {box.data(), box.size()},
+                       .timeout = 30s,
+                       .done = into(received)});
     auto receiving = received.get_future();
     auto sending = sent.get_future();
     receiving.wait();
@@ -146,11 +178,18 @@ void kill_one(unsigned seed, const EnvironmentChanges& of_victim = {}, int late_
                                     .environment = environment,
                                     .inherited_fds = {}});
   }
-  std::this_thread::sleep_for(delay + (forks || late_rank >= 0 ? 200ms : 0ms));
+  const auto made = [&](int rank) { return meeting + ".made" + std::to_string(rank); };
+  // Three in four die at work, the others at any time since their start.
+  const bool has_met = forks || late_rank >= 0 || seed % 4 != 0;
+  for (int rank = 0; has_met && rank < kRanks; ++rank) {
+    while (::access(made(rank).c_str(), F_OK) != 0) std::this_thread::sleep_for(1ms);
+  }
+  std::this_thread::sleep_for(delay);
   // The one process, not its tree: a forked child must not keep it looking alive.
   ::kill(ranks[static_cast<std::size_t>(victim)].pid(), SIGKILL);
   const auto killed = Child::Clock::now();
   std::string all_texts;
+  std::vector<std::string> texts(kRanks);
   for (int rank = 0; rank < kRanks; ++rank) {
     if (rank == victim || rank == late_rank) continue;
     auto& survivor = ranks[static_cast<std::size_t>(rank)];
@@ -159,16 +198,18 @@ void kill_one(unsigned seed, const EnvironmentChanges& of_victim = {}, int late_
     ASSERT_TRUE(survivor.exit_status()) << "rank " << rank << " still waits for rank " << victim;
     EXPECT_EQ(survivor.exit_status()->code, kSawIt) << "rank " << rank << ": " << text;
     all_texts += text;
+    texts[static_cast<std::size_t>(rank)] = text;
   }
   EXPECT_NE(all_texts.find(str(": rank ", victim, " ")), std::string::npos) << all_texts;
   // Those who were still meeting wait for who did not come; afterwards everybody knows who is gone, and soon.
-  if (all_texts.find("making the shared-memory group") == std::string::npos) {
-    for (int rank = 0; rank < kRanks; ++rank) {
-      if (rank == victim || rank == late_rank) continue;
-      EXPECT_LT(ranks[static_cast<std::size_t>(rank)].exit_time() - killed, 1500ms) << "rank " << rank;
-      EXPECT_NE(all_texts.find(str("rank ", victim, " is gone")), std::string::npos) << all_texts;
-    }
+  for (int rank = 0; has_met && rank < kRanks; ++rank) {
+    if (rank == victim || rank == late_rank) continue;
+    EXPECT_LT(ranks[static_cast<std::size_t>(rank)].exit_time() - killed, 1s) << "rank " << rank;
+    const auto& text = texts[static_cast<std::size_t>(rank)];
+    EXPECT_NE(text.find(str("rank ", victim, " is gone")), std::string::npos) << text;
+    EXPECT_NE(text.find("on group 'victims'"), std::string::npos) << text;
   }
+  for (int rank = 0; rank < kRanks; ++rank) ::unlink(made(rank).c_str());
   for (const char* file : {"/meeting", "/meeting.new"}) ::unlink((folder + file).c_str());
   ::rmdir(folder.c_str());
 }

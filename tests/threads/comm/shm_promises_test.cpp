@@ -40,6 +40,7 @@ TEST_P(ShmPromises, RefusesMalformedCalls) {
 TEST_P(ShmPromises, MakesCallsInOrderWhileTheCallerComputes) {
   run(GetParam(), [](const World& world) {
     shm_order::check_many_in_flight(world);
+    shm_order::check_strided_in_order(world);
     shm_order::check_futures(world);
     shm_order::check_two_groups(world);
     shm_order::check_wait_with_a_limit(world);
