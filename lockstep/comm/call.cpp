@@ -215,9 +215,13 @@ Options options_for(const Call& call) {
   return options;
 }
 
-/// The single-tensor forms are about elements, not shapes, but gloo compares shapes: show it flat tensors.
-void flatten(std::vector<at::Tensor>& inputs, std::vector<at::Tensor>& outputs) {
-  for (auto& input : inputs) input = input.detach().reshape({-1});
+/// The single-tensor forms are about elements, not shapes, but gloo compares shapes: show it flat tensors. Our own
+/// backends take strided ones, and copy them when the call's turn has come, not now.
+void flatten(std::vector<at::Tensor>& inputs, std::vector<at::Tensor>& outputs, const std::string& backend) {
+  const bool copies = backend == "gloo" || backend == "nccl";
+  for (auto& input : inputs) {
+    if (copies || input.is_contiguous()) input = input.detach().reshape({-1});
+  }
   for (auto& output : outputs) {
     TORCH_CHECK(output.is_contiguous(), "the output ", describe(output), " must be contiguous");
     output = output.detach().view({-1});
@@ -229,7 +233,9 @@ void flatten(std::vector<at::Tensor>& inputs, std::vector<at::Tensor>& outputs) 
 c10::intrusive_ptr<c10d::Work> dispatch(c10d::Backend& backend, const Call& call) {
   auto inputs = call.inputs;
   auto outputs = call.outputs;
-  if (call.kind == CallKind::kAllGatherSingle || call.kind == CallKind::kReduceScatterSingle) flatten(inputs, outputs);
+  if (call.kind == CallKind::kAllGatherSingle || call.kind == CallKind::kReduceScatterSingle) {
+    flatten(inputs, outputs, backend.getBackendName());
+  }
   switch (call.kind) {
     case CallKind::kAllReduce:
       if (inputs.size() == 1) return backend.allreduce(inputs, options_for<c10d::AllreduceOptions>(call));
