@@ -26,10 +26,13 @@ void futex_wake_all(const std::atomic<std::uint32_t>& word) {
 using Clock = std::chrono::steady_clock;
 
 // Giving the core away is the quickest way to a peer that waits for it. If it goes to a stranger instead, it comes back
-// milliseconds later, while a sleeper is woken within microseconds: then nobody yields for a while.
+// milliseconds later, while a sleeper is woken within microseconds: after a few of those nobody yields for a while. One
+// alone may have gone to a peer that was busy.
 constexpr auto kQuickYield = std::chrono::microseconds(200);
+constexpr int kMostSlowYields = 3;
 constexpr auto kTimeWithoutYields = std::chrono::milliseconds(100);
 std::atomic<Clock::rep> yields_again_at = 0;
+std::atomic<int> slow_yields = 0;  // in a row
 
 bool may_yield() {
   const auto again_at = yields_again_at.load(std::memory_order_relaxed);
@@ -40,7 +43,12 @@ bool yield_quickly() {
   const auto before = Clock::now();
   ::sched_yield();
   const auto after = Clock::now();
-  if (after - before < kQuickYield) return true;
+  if (after - before < kQuickYield) {
+    slow_yields.store(0, std::memory_order_relaxed);
+    return true;
+  }
+  if (slow_yields.fetch_add(1, std::memory_order_relaxed) + 1 < kMostSlowYields) return true;
+  slow_yields.store(0, std::memory_order_relaxed);
   yields_again_at.store((after + kTimeWithoutYields).time_since_epoch().count(), std::memory_order_relaxed);
   return false;
 }
