@@ -1,0 +1,84 @@
+#include "lockstep/ddp/bucket.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/view_as_complex.h>
+#include <c10/core/GradMode.h>
+
+#include "lockstep/base/env.h"
+
+namespace lockstep::detail {
+namespace {
+
+bool keeps_strides(const at::Tensor& parameter) {
+  return parameter.is_non_overlapping_and_dense();
+}
+
+}  // namespace
+
+at::Tensor allocate_buffer(int64_t elements, const at::TensorOptions& options, const GroupPtr& group) {
+  const auto device = options.device();
+  // On other devices such memory has a price of its own (registration, alignment), so it is asked for.
+  const bool is_wanted = device.is_cpu() || env("LOCKSTEP_DDP_BACKEND_ALLOCATOR").value_or("0") == "1";
+  if (is_wanted && elements > 0 && serves_device(group, device.type())) {
+    const auto backend = group->getBackend(device.type());
+    if (backend->supportsTensorAlloc(device.index())) return backend->allocateTensor(elements, options);
+  }
+  return at::empty({elements}, options);
+}
+
+Bucket::Bucket(std::size_t index, const BucketPlan& plan, const std::vector<at::Tensor>& all_parameters,
+               const GroupPtr& group, std::optional<at::ScalarType> dtype)
+    : index_(index),
+      members_(plan.buckets()[index].parameters),
+      is_sparse_(plan.parameters()[members_[0]].expects_sparse_gradient) {
+  const at::NoGradGuard no_grad;
+  for (const auto member : members_) parameters_.push_back(all_parameters[member]);
+  if (is_sparse_) {
+    offsets_ = {0};
+    lengths_ = {parameters_[0].numel()};
+    return;
+  }
+  const auto element = dtype.value_or(parameters_[0].scalar_type());
+  is_complex_ = c10::isComplexType(element);
+  int64_t total = 0;
+  for (const auto& parameter : parameters_) {
+    offsets_.push_back(total);
+    lengths_.push_back(parameter.numel() * (is_complex_ ? 2 : 1));
+    total += lengths_.back();
+  }
+  const auto options =
+      at::TensorOptions(is_complex_ ? c10::toRealValueType(element) : element).device(parameters_[0].device());
+  buffer_ = allocate_buffer(total, options, group);
+  views_ = views_of(buffer_);
+}
+
+std::vector<at::Tensor> Bucket::views_of(const at::Tensor& result) const {
+  std::vector<at::Tensor> views;
+  views.reserve(parameters_.size());
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const auto& parameter = parameters_[i];
+    // Pairs of reals become complex first, so that strides count what they count in the parameter.
+    auto part = result.narrow(0, offsets_[i], lengths_[i]);
+    if (is_complex_) part = at::view_as_complex(part.view({-1, 2}));
+    views.push_back(keeps_strides(parameter) ? part.as_strided(parameter.sizes(), parameter.strides())
+                                             : part.view(parameter.sizes()));
+  }
+  return views;
+}
+
+void Bucket::set_sparse_gradient(at::Tensor gradient, std::optional<at::Tensor> rows) {
+  buffer_ = std::move(gradient);
+  sparse_rows_ = std::move(rows);
+}
+
+GradBucket Bucket::as_grad_bucket(std::size_t bucket_count, const at::Tensor& buffer) const {
+  return GradBucket({.index = index_,
+                     .bucket_count = bucket_count,
+                     .buffer = buffer,
+                     .offsets = offsets_,
+                     .lengths = lengths_,
+                     .parameters = parameters_,
+                     .sparse_rows = sparse_rows_});
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,66 @@
+// One bucket of a plan at work: the flat buffer that is reduced, and each parameter's view of it. Internal to ddp.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <vector>
+
+#include "lockstep/comm/pending.h"
+#include "lockstep/ddp/bucket_plan.h"
+#include "lockstep/ddp/comm_hook.h"
+
+namespace lockstep::detail {
+
+class Bucket {
+ public:
+  /// Makes the buffer, in memory the other ranks can reach if the group's backend has such. `dtype` replaces the
+  /// parameters' own if the gradients have another. A sparse bucket has no buffer until its gradient is there.
+  Bucket(std::size_t index, const BucketPlan& plan, const std::vector<at::Tensor>& all_parameters,
+         const GroupPtr& group, std::optional<at::ScalarType> dtype);
+
+  std::size_t index() const { return index_; }
+  std::size_t size() const { return members_.size(); }
+  bool is_sparse() const { return is_sparse_; }
+  /// Index in the plan of the member at `place`.
+  std::size_t parameter_index(std::size_t place) const { return members_[place]; }
+  const at::Tensor& parameter(std::size_t place) const { return parameters_[place]; }
+  /// Where the gradient of the member at `place` is written before the reduction. Dense buckets only.
+  const at::Tensor& view(std::size_t place) const { return views_[place]; }
+  /// Views of `result`, which is as long as the buffer, in the places of view().
+  std::vector<at::Tensor> views_of(const at::Tensor& result) const;
+
+  const at::Tensor& buffer() const { return buffer_; }
+  /// Sparse buckets only: the gradient itself is what is reduced.
+  void set_sparse_gradient(at::Tensor gradient, std::optional<at::Tensor> rows);
+  const std::optional<at::Tensor>& sparse_rows() const { return sparse_rows_; }
+
+  /// As hooks see it.
+  GradBucket as_grad_bucket(std::size_t bucket_count, const at::Tensor& buffer) const;
+
+  // Progress in one backward; the reducer's.
+  std::size_t gradients_missing = 0;
+  /// Places whose gradients are still to be copied in, with the gradients.
+  std::vector<std::pair<std::size_t, at::Tensor>> deferred;
+  std::optional<Pending> reduction;         // without a hook
+  FuturePtr future;                         // with one
+  std::optional<GradBucket> given_to_hook;  // lives as long as the hook may look at it
+  bool is_skipped = false;
+
+ private:
+  const std::size_t index_;
+  const std::vector<std::size_t> members_;
+  const bool is_sparse_;
+  std::vector<at::Tensor> parameters_;
+  bool is_complex_ = false;       // then the buffer is real, two elements for each
+  std::vector<int64_t> offsets_;  // in elements of the buffer
+  std::vector<int64_t> lengths_;
+  at::Tensor buffer_;
+  std::vector<at::Tensor> views_;
+  std::optional<at::Tensor> sparse_rows_;
+};
+
+/// A flat tensor that the group's backend reduces without a copy, if it has such memory; an ordinary one otherwise.
+at::Tensor allocate_buffer(int64_t elements, const at::TensorOptions& options, const GroupPtr& group);
+
+}  // namespace lockstep::detail

@@ -1,0 +1,336 @@
+#include "lockstep/ddp/engine.h"
+
+#include <ATen/ops/full.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/distributed/c10d/debug.h>
+#include <torch/nn/module.h>
+
+#include <unordered_set>
+
+#include "lockstep/base/observer.h"
+#include "lockstep/base/str.h"
+#include "lockstep/comm/agreement.h"
+#include "lockstep/comm/collectives.h"
+#include "lockstep/comm/objects.h"
+#include "lockstep/ddp/logger.h"
+#include "lockstep/ddp/output_sink.h"
+#include "lockstep/ddp/state_sync.h"
+#include "lockstep/ddp/sync_batch_norm.h"
+
+namespace lockstep {
+namespace {
+
+thread_local DdpEngine* active_engine = nullptr;
+
+void note(const char* what) {
+  if (!is_observed()) return;
+  Event event;
+  event.kind = "ddp_forward";
+  event.state = what;
+  announce(std::move(event));
+}
+
+std::set<std::string> devices_of(const NamedTensors& tensors) {
+  std::set<std::string> devices;
+  for (const auto& [name, tensor] : tensors) devices.insert(tensor.device().str());
+  return devices;
+}
+
+/// What all ranks throw, in the same words.
+std::string common_problem(const std::vector<std::string>& problems) {
+  std::string text;
+  for (std::size_t rank = 0; rank < problems.size(); ++rank) {
+    if (problems[rank].empty() || problems[rank] == problems[0]) continue;
+    text += str(text.empty() ? "" : "\n", "on rank ", rank, ": ", problems[rank]);
+  }
+  if (text.empty()) return problems[0];
+  return str("[lockstep/ddp] the ranks cannot wrap their modules",
+             problems[0].empty() ? "" : "; on rank 0: ", problems[0], problems[0].empty() ? "; " : "\n", text);
+}
+
+}  // namespace
+
+DdpEngine* active_ddp() {
+  return active_engine;
+}
+
+detail::ActiveDdpScope::ActiveDdpScope(DdpEngine& engine) : outer_(active_engine) {
+  active_engine = &engine;
+}
+
+detail::ActiveDdpScope::~ActiveDdpScope() {
+  active_engine = outer_;
+}
+
+std::shared_ptr<DdpEngine> DdpEngine::make(std::shared_ptr<torch::nn::Module> module, const DdpOptions& options) {
+  return std::shared_ptr<DdpEngine>(new DdpEngine(std::move(module), options));
+}
+
+DdpEngine::DdpEngine(std::shared_ptr<torch::nn::Module> module, const DdpOptions& options)
+    : module_(std::move(module)), options_(options) {
+  TORCH_CHECK(module_, "[lockstep/ddp] DistributedDataParallel was given no module");
+  group_ = detail::group_of(options_);
+  ignored_ = detail::ignored_names(*module_);
+  ignored_.insert(options_.params_and_buffers_to_ignore.begin(), options_.params_and_buffers_to_ignore.end());
+  parameters_ = detail::parameters_of(*module_, ignored_);
+  managed_ = detail::managed_parameters(*module_, ignored_);
+  has_forward_buffers_ = options_.forward_sync_buffers.value_or(options_.broadcast_buffers.value_or(true));
+  has_initial_buffers_ = options_.forward_sync_buffers || options_.broadcast_buffers.value_or(true);
+
+  // One rank's bad module must not leave the others waiting: all tell each other before anything else.
+  std::string problem;
+  try {
+    detail::check_options(options_);
+    check_module();
+  } catch (const c10::Error& error) {
+    problem = error.what_without_backtrace();
+  }
+  if (options_.init_sync && group_->getSize() > 1) problem = common_problem(all_gather_object(problem, group_));
+  TORCH_CHECK(problem.empty(), problem);
+
+  buffers_ = std::make_unique<detail::BufferSync>(*module_, ignored_, has_forward_buffers_);
+  if (options_.init_sync) sync_states(managed_.infos);
+  reducer_ =
+      std::make_shared<Reducer>(managed_.tensors, managed_.infos, group_,
+                                ReducerOptions{.caps = detail::caps_of(options_),
+                                               .find_unused_parameters = options_.find_unused_parameters,
+                                               .static_graph = options_.static_graph,
+                                               .gradient_as_bucket_view = options_.gradient_as_bucket_view,
+                                               .skip_all_reduce_unused_params = options_.skip_all_reduce_unused_params,
+                                               .batched_grad_copy = options_.batched_grad_copy});
+  if (options_.static_graph && options_.find_unused_parameters) {
+    TORCH_WARN("[lockstep/ddp] static_graph makes find_unused_parameters redundant: the first step shows what is used");
+  }
+  logger_ = std::make_unique<detail::DdpLogger>(
+      reducer_, options_,
+      detail::DdpLogger::Facts{
+          .module_name = module_->name(),
+          .device_ids = options_.device_ids ? join(*options_.device_ids, ", ") : "",
+          .output_device =
+              options_.output_device
+                  ? *options_.output_device
+                  : (options_.device_ids && !options_.device_ids->empty() ? (*options_.device_ids)[0] : -1),
+          .broadcast_buffers = has_forward_buffers_,
+          .has_sync_bn = has_sync_bn_,
+          .is_multi_device = is_multi_device_,
+          .is_static_graph = options_.static_graph});
+  reducer_->set_error_listener([this](const std::string& error) { logger_->set_error_and_log(error); });
+  if (c10d::debug_level() != c10d::DebugLevel::Off) {
+    LOG(INFO) << "[lockstep/ddp] rank " << group_->getRank() << " of " << group_->getSize() << " wraps "
+              << module_->name() << "\n"
+              << reducer_->plan().to_string() << detail::relevant_environment();
+  }
+}
+
+DdpEngine::~DdpEngine() {
+  if (reducer_) reducer_->set_error_listener(nullptr);
+}
+
+void DdpEngine::fail(const std::string& message) const {
+  if (logger_) logger_->set_error_and_log(message);
+  TORCH_CHECK(false, message);
+}
+
+void DdpEngine::check_module() {
+  TORCH_CHECK(!managed_.tensors.empty(),
+              "[lockstep/ddp] the module has no parameter that requires a gradient: DistributedDataParallel is not "
+              "needed. (Ignored and frozen parameters do not count.)");
+  for (const auto& [name, tensor] : parameters_) {
+    TORCH_CHECK(!tensor.requires_grad() || tensor.sizes() != at::IntArrayRef({0}), "[lockstep/ddp] parameter '", name,
+                "' has no shape yet. Run a forward pass that gives it one before you wrap the module.");
+  }
+  std::set<std::string> types;
+  for (const auto& [name, tensor] : parameters_) types.insert(c10::DeviceTypeName(tensor.device().type(), true));
+  TORCH_CHECK(types.size() == 1, "[lockstep/ddp] the module's parameters must be on one type of device, but are on ",
+              join(types, ", "));
+  const auto devices = devices_of(parameters_);
+  is_multi_device_ = devices.size() > 1;
+  device_ = parameters_[0].second.device();
+  const bool takes_device_ids = !device_.is_cpu() && !is_multi_device_;
+  const bool has_device_ids = options_.device_ids && !options_.device_ids->empty();
+  TORCH_CHECK(takes_device_ids || (!has_device_ids && !options_.output_device),
+              "[lockstep/ddp] device_ids and output_device are for modules on one accelerator, but got device_ids [",
+              has_device_ids ? join(*options_.device_ids, ", ") : "", "], output_device ",
+              options_.output_device ? std::to_string(*options_.output_device) : "none", " and parameters on ",
+              join(devices, ", "));
+  detail::for_each_module(*module_, [&](const std::string& name, const torch::nn::Module& part) {
+    if (dynamic_cast<const SyncBatchNormImpl*>(&part) == nullptr) return;
+    TORCH_CHECK(!device_.is_cpu(), "[lockstep/ddp] layer '", name,
+                "' is a SyncBatchNorm, which works in modules on an accelerator only");
+    has_sync_bn_ = true;
+  });
+}
+
+void DdpEngine::sync_states(const std::vector<ParameterInfo>& infos) {
+  verify_parameters_across_ranks(infos, group_);
+  std::vector<at::Tensor> tensors;
+  for (const auto& [name, tensor] : parameters_) tensors.push_back(tensor);
+  if (has_initial_buffers_) {
+    for (const auto& [name, tensor] : detail::buffers_of(*module_, ignored_)) tensors.push_back(tensor);
+  }
+  broadcast_coalesced(tensors, group_);
+}
+
+void DdpEngine::check_parameters_unchanged() const {
+  const auto now = detail::managed_parameters(*module_, ignored_);
+  const auto describe = [](const ParameterInfo& info, const at::Tensor& tensor) {
+    return str(info.describe(), " on ", tensor.device().str());
+  };
+  std::vector<std::string> problems;
+  std::map<std::string, std::size_t> before;
+  for (std::size_t i = 0; i < managed_.infos.size(); ++i) before[managed_.infos[i].name] = i;
+  for (std::size_t i = 0; i < now.infos.size(); ++i) {
+    const auto& name = now.infos[i].name;
+    const auto found = before.find(name);
+    if (found == before.end()) {
+      problems.push_back(str("'", name, "' was added or has begun to require gradients"));
+      continue;
+    }
+    const auto& was = managed_.infos[found->second];
+    if (!now.tensors[i].is_same(managed_.tensors[found->second])) {
+      problems.push_back(str("'", name, "' was replaced by another tensor"));
+    } else if (was.device != now.infos[i].device || was.dtype != now.infos[i].dtype ||
+               was.sizes != now.infos[i].sizes) {
+      problems.push_back(str(describe(was, managed_.tensors[found->second]), " was changed or moved"));
+    }
+    before.erase(found);
+  }
+  for (const auto& [name, index] : before) {
+    problems.push_back(str("'", name, "' was removed, or does not require gradients any more"));
+  }
+  if (problems.empty()) return;
+  fail(str("[lockstep/ddp] rank ", group_->getRank(), " of ", group_->getSize(),
+           ": the module's parameters changed after it was wrapped: ", join(problems, "; "),
+           ". Wrap it again after such changes."));
+}
+
+void DdpEngine::pre_forward() {
+  if (c10d::debug_level() != c10d::DebugLevel::Off) check_parameters_unchanged();
+  const bool is_synced = c10::GradMode::is_enabled() && is_sync_enabled_;
+  if (is_synced) {
+    note("stats");
+    logger_->set_runtime_stats_and_log();
+    reducer_->prepare_for_forward();
+  }
+  if (c10::GradMode::is_enabled()) {
+    if (reducer_->rebuild_buckets()) note("rebuild");
+  }
+  if (buffers_->will_sync_before_forward()) note("sync_buffers");
+  reducer_->install_futures(buffers_->before_forward(group_));
+}
+
+bool DdpEngine::changes_inputs() const {
+  return options_.device_ids && !options_.device_ids->empty();
+}
+
+at::Tensor DdpEngine::prepare_input(const at::Tensor& input) const {
+  if (!input.defined()) return input;
+  return changes_inputs() ? input.to(device_, /*non_blocking=*/true) : input;
+}
+
+void DdpEngine::post_forward(const std::vector<at::Tensor*>& outputs) {
+  const auto futures = buffers_->after_forward();
+  if (!futures.empty()) {
+    note("buffer_hook");
+    reducer_->install_futures(futures);
+  }
+  const bool is_synced = c10::GradMode::is_enabled() && is_sync_enabled_;
+  buffers_->set_required(is_synced);
+  if (is_synced) {
+    note("arm");
+    std::vector<at::Tensor> tensors;
+    if (options_.find_unused_parameters && !reducer_->is_static_graph()) {
+      for (const auto* output : outputs) tensors.push_back(*output);
+    }
+    reducer_->prepare_for_backward(tensors);
+  } else if (c10::GradMode::is_enabled()) {
+    reducer_->expect_local_backward();
+  }
+  pass_through_sink(outputs);
+}
+
+void DdpEngine::pass_through_sink(const std::vector<at::Tensor*>& outputs) {
+  const bool searches = options_.find_unused_parameters && !reducer_->is_static_graph();
+  const bool counts = reducer_->is_static_graph() && !reducer_->has_counted_static_graph();
+  if (!searches && !counts) return;
+  std::vector<at::Tensor> tensors;
+  for (const auto* output : outputs) tensors.push_back(*output);
+  const auto on_backward = [weak = weak_from_this(), counts] {
+    const auto engine = weak.lock();
+    TORCH_CHECK(engine, "[lockstep/ddp] backward through the outputs of a DistributedDataParallel that is destroyed. ",
+                "Keep the wrapper until backward has run.");
+    if (!counts || engine->has_queued_static_reduction_) return;
+    engine->has_queued_static_reduction_ = true;
+    torch::autograd::Engine::get_default_engine().queue_callback([weak] {
+      const auto still = weak.lock();
+      if (!still) return;
+      // If it was a local backward, the next one shall try again.
+      still->has_queued_static_reduction_ = false;
+      still->reducer_->delay_all_reduce();
+    });
+  };
+  const auto passed = detail::pass_through_sink(tensors, sink_clones_, on_backward);
+  for (std::size_t i = 0; i < outputs.size(); ++i) *outputs[i] = passed[i];
+}
+
+void DdpEngine::backward(const at::Tensor& loss, double weight) {
+  TORCH_CHECK(weight >= 0, "[lockstep/ddp] a weight of ", weight, " was given: it cannot be negative");
+  weight_so_far_ += weight;
+  if (is_sync_enabled_) {
+    // As a double: token counts of large batches do not fit a float.
+    const auto total = at::full({1}, weight_so_far_, at::TensorOptions(at::kDouble).device(device_));
+    all_reduce(total, group_);
+    const auto sum = total.item<double>();
+    if (sum <= 0) {
+      fail(str("[lockstep/ddp] rank ", group_->getRank(), " of ", group_->getSize(),
+               ": the weights of all ranks are zero: there is nothing to average"));
+    }
+    weight_so_far_ = 0;
+    reducer_->set_divisor(sum);
+  }
+  (loss * weight).backward();
+}
+
+void DdpEngine::set_static_graph() {
+  if (reducer_->is_static_graph()) {
+    TORCH_WARN("[lockstep/ddp] static_graph is set already");
+    return;
+  }
+  reducer_->set_static_graph();
+  logger_->set_static_graph();
+  if (options_.find_unused_parameters) {
+    TORCH_WARN("[lockstep/ddp] static_graph makes find_unused_parameters redundant: the first step shows what is used");
+  }
+}
+
+void DdpEngine::register_comm_hook(CommHook hook) {
+  const auto name = hook.name;
+  reducer_->register_comm_hook(std::move(hook));
+  logger_->set_comm_hook(name);
+}
+
+void DdpEngine::register_buffer_comm_hook(BufferHook hook, BufferHookLocation location) {
+  buffers_->set_hook(std::move(hook), location);
+}
+
+void DdpEngine::update_process_group(const GroupPtr& group) {
+  if (!group) return;  // this rank is not in it
+  group_ = group;
+  has_queued_static_reduction_ = false;
+  reducer_->update_process_group(group);
+}
+
+c10::DDPLoggingData DdpEngine::logging_data() const {
+  return logger_->data();
+}
+
+std::optional<double> DdpEngine::overlap_share() const {
+  return logger_->overlap_share();
+}
+
+void DdpEngine::set_runtime_logging_sample_rate(int sample_rate) {
+  logger_->set_sample_rate(sample_rate);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,120 @@
+// DistributedDataParallel without its module's type: everything that need not be a template. One per wrapper.
+#pragma once
+
+#include <c10/util/Logging.h>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "lockstep/ddp/buffer_sync.h"
+#include "lockstep/ddp/comm_hook.h"
+#include "lockstep/ddp/module_tensors.h"
+#include "lockstep/ddp/options.h"
+#include "lockstep/ddp/reducer.h"
+
+namespace torch::nn {
+class Module;
+}
+
+namespace lockstep {
+
+namespace detail {
+class DdpLogger;
+}
+
+class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
+ public:
+  /// Collective over the group: compares the ranks' models and copies rank 0's to all. Bad options throw before that.
+  static std::shared_ptr<DdpEngine> make(std::shared_ptr<torch::nn::Module> module, const DdpOptions& options);
+  ~DdpEngine();
+  DdpEngine(const DdpEngine&) = delete;
+  DdpEngine& operator=(const DdpEngine&) = delete;
+
+  // The four phases of a step; the last two are the autograd engine's.
+  void pre_forward();
+  /// The module's outputs, in place: they may be exchanged for ones that have passed the sink.
+  void post_forward(const std::vector<at::Tensor*>& outputs);
+
+  /// What the module is called with: moved to its device, and cast.
+  at::Tensor prepare_input(const at::Tensor& input) const;
+  bool changes_inputs() const;
+
+  /// This rank's gradients count `weight` times: the average is the weighted one, over all ranks and all backwards
+  /// since the last reduced one. Collective if the backward is reduced.
+  void backward(const at::Tensor& loss, double weight);
+
+  bool is_sync_enabled() const { return is_sync_enabled_; }
+  void set_sync_enabled(bool is_enabled) { is_sync_enabled_ = is_enabled; }
+  void set_static_graph();
+  void set_sink_clones(bool clones) { sink_clones_ = clones; }
+  void register_comm_hook(CommHook hook);
+  void register_buffer_comm_hook(BufferHook hook, BufferHookLocation location);
+  void update_process_group(const GroupPtr& group);
+  c10::DDPLoggingData logging_data() const;
+  std::optional<double> overlap_share() const;
+  void set_runtime_logging_sample_rate(int sample_rate);
+
+  const DdpOptions& options() const { return options_; }
+  const GroupPtr& group() const { return group_; }
+  const std::set<std::string>& ignored() const { return ignored_; }
+  /// Null if there is nothing to reduce in buckets.
+  const std::shared_ptr<Reducer>& reducer() const { return reducer_; }
+  torch::nn::Module& module() const { return *module_; }
+  c10::Device device() const { return device_; }
+
+ private:
+  explicit DdpEngine(std::shared_ptr<torch::nn::Module> module, const DdpOptions& options);
+  void check_module();
+  void sync_states(const std::vector<ParameterInfo>& infos);
+  void check_parameters_unchanged() const;
+  void pass_through_sink(const std::vector<at::Tensor*>& outputs);
+  [[noreturn]] void fail(const std::string& message) const;
+
+  // Fixed after construction.
+  const std::shared_ptr<torch::nn::Module> module_;
+  const DdpOptions options_;
+  GroupPtr group_;
+  std::set<std::string> ignored_;
+  NamedTensors parameters_;  // not ignored, frozen ones too
+  detail::ManagedParameters managed_;
+  c10::Device device_ = c10::Device(c10::kCPU);
+  bool is_multi_device_ = false;
+  bool has_sync_bn_ = false;
+  bool has_forward_buffers_ = true;  // buffers are synced before each forward
+  bool has_initial_buffers_ = true;
+
+  std::shared_ptr<Reducer> reducer_;
+  std::unique_ptr<detail::BufferSync> buffers_;
+  std::unique_ptr<detail::DdpLogger> logger_;
+
+  // Steps.
+  bool is_sync_enabled_ = true;
+  bool sink_clones_ = true;
+  bool has_queued_static_reduction_ = false;
+  double weight_so_far_ = 0;  // of backwards since the last reduced one
+};
+
+/// The wrapper whose forward runs on this thread, null if none does.
+DdpEngine* active_ddp();
+
+namespace detail {
+
+/// Makes `engine` the active one while it lives; the outer one comes back afterwards.
+class ActiveDdpScope {
+ public:
+  explicit ActiveDdpScope(DdpEngine& engine);
+  ~ActiveDdpScope();
+  ActiveDdpScope(const ActiveDdpScope&) = delete;
+  ActiveDdpScope& operator=(const ActiveDdpScope&) = delete;
+
+ private:
+  DdpEngine* const outer_;
+};
+
+}  // namespace detail
+}  // namespace lockstep

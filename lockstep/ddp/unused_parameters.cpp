@@ -1,0 +1,88 @@
+#include "lockstep/ddp/unused_parameters.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <unordered_set>
+
+#include "lockstep/comm/collectives.h"
+
+namespace lockstep::detail {
+
+std::vector<std::size_t> find_unused(
+    const std::vector<at::Tensor>& outputs,
+    const std::unordered_map<const torch::autograd::Node*, std::size_t>& accumulators) {
+  std::unordered_set<const torch::autograd::Node*> seen;
+  std::vector<const torch::autograd::Node*> to_visit;
+  const auto visit = [&](const torch::autograd::Node* node) {
+    if (node != nullptr && seen.insert(node).second) to_visit.push_back(node);
+  };
+  for (const auto& output : outputs) {
+    if (output.defined() && output.requires_grad()) visit(torch::autograd::impl::gradient_edge(output).function.get());
+  }
+  std::vector<bool> is_used(accumulators.size());
+  while (!to_visit.empty()) {
+    const auto* node = to_visit.back();
+    to_visit.pop_back();
+    if (const auto found = accumulators.find(node); found != accumulators.end()) is_used[found->second] = true;
+    for (const auto& edge : node->next_edges()) visit(edge.function.get());
+  }
+  std::vector<std::size_t> unused;
+  for (std::size_t i = 0; i < is_used.size(); ++i) {
+    if (!is_used[i]) unused.push_back(i);
+  }
+  return unused;
+}
+
+UsedMap::UsedMap(std::size_t parameters, c10::Device device)
+    : marks_(at::zeros({static_cast<int64_t>(parameters)}, at::kInt)),
+      on_device_(at::empty({static_cast<int64_t>(parameters)}, at::TensorOptions(at::kInt).device(device))) {
+  if (!device.is_cpu()) staging_ = at::empty_like(marks_, marks_.options().pinned_memory(true));
+}
+
+void UsedMap::mark(std::size_t parameter) {
+  marks_.mutable_data_ptr<int32_t>()[parameter] = 1;
+}
+
+bool UsedMap::is_marked(std::size_t parameter) const {
+  return marks_.const_data_ptr<int32_t>()[parameter] != 0;
+}
+
+void UsedMap::launch(const GroupPtr& group) {
+  if (staging_.defined()) {
+    staging_.copy_(marks_);
+    on_device_.copy_(staging_, /*non_blocking=*/true);
+  } else {
+    on_device_.copy_(marks_);
+  }
+  pending_ = launch_all_reduce(on_device_, group);
+  is_under_way_ = true;
+  is_reduced_ = false;
+}
+
+void UsedMap::fetch() {
+  pending_.wait();
+  is_under_way_ = false;
+  is_reduced_ = true;
+  marks_.copy_(on_device_);
+}
+
+bool UsedMap::is_used(std::size_t parameter) {
+  if (is_marked(parameter)) return true;
+  if (is_under_way_) fetch();
+  return is_marked(parameter);
+}
+
+void UsedMap::finish() {
+  if (!is_under_way_) return;
+  pending_.wait();
+  is_under_way_ = false;
+}
+
+void UsedMap::clear() {
+  marks_.zero_();
+  is_reduced_ = false;
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,51 @@
+// Which parameters a step uses: found in the graph before backward, and agreed on by all ranks after it. Internal to
+// ddp.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <unordered_map>
+#include <vector>
+
+#include <torch/csrc/autograd/node.h>
+
+#include "lockstep/comm/pending.h"
+
+namespace lockstep::detail {
+
+/// Indices of the accumulators that a backward from `outputs` would not reach, in order.
+std::vector<std::size_t> find_unused(const std::vector<at::Tensor>& outputs,
+                                     const std::unordered_map<const torch::autograd::Node*, std::size_t>& accumulators);
+
+/// A mark per parameter: used by this rank, then by how many. The marks of all ranks are summed while the last buckets
+/// are still on their way, and waited for only if somebody asks about a parameter this rank did not use.
+class UsedMap {
+ public:
+  UsedMap(std::size_t parameters, c10::Device device);
+
+  void mark(std::size_t parameter);
+  /// Adds up the marks of all ranks. Collective; does not wait.
+  void launch(const GroupPtr& group);
+  /// By any rank. Local and quick if this rank has; else waits for the others' marks.
+  bool is_used(std::size_t parameter);
+  /// By this rank, before the marks are added up.
+  bool is_marked(std::size_t parameter) const;
+  /// Waits for what is under way. All ranks end a step with it, so that no sum meets the next one.
+  void finish();
+  void clear();
+  /// What the ranks sum up; for a rank that takes part without a step of its own.
+  at::Tensor on_device() const { return on_device_; }
+
+ private:
+  void fetch();
+
+  at::Tensor marks_;      // int32, on the host
+  at::Tensor on_device_;  // what is summed
+  at::Tensor staging_;    // pinned: a copy may still run while new marks are set
+  Pending pending_;
+  bool is_under_way_ = false;
+  bool is_reduced_ = false;
+};
+
+}  // namespace lockstep::detail
