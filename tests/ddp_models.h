@@ -52,6 +52,22 @@ struct BranchyImpl : torch::nn::Module {
 };
 TORCH_MODULE(Branchy);
 
+/// Keeps warnings instead of printing them, while it lives.
+class Warnings : c10::WarningHandler {
+ public:
+  Warnings() : guard_(this), always_(true) {}
+  void process(const c10::Warning& warning) override { texts_.push_back(warning.msg()); }
+  int count(const std::string& part) const {
+    return static_cast<int>(std::count_if(texts_.begin(), texts_.end(),
+                                          [&](const auto& text) { return text.find(part) != std::string::npos; }));
+  }
+
+ private:
+  std::vector<std::string> texts_;
+  const c10::WarningUtils::WarningHandlerGuard guard_;
+  const c10::WarningUtils::WarnAlways always_;
+};
+
 /// The same weights on all ranks and in all runs.
 template <class M>
 M seeded(M module, uint64_t seed = 7) {

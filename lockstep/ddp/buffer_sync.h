@@ -35,6 +35,7 @@ class BufferSync {
   void set_hook(BufferHook hook, BufferHookLocation location);
   /// The next forward is to sync, or not because this one was local.
   void set_required(bool is_required) { is_required_ = is_required; }
+  bool is_required() const { return is_required_; }
 
   /// Both collective if they act. They return the hook's futures.
   std::vector<FuturePtr> before_forward(const GroupPtr& group);

@@ -106,6 +106,14 @@ class DistributedDataParallel : public torch::nn::Module {
         {.name = name, .run = [state, hook](GradBucket& bucket) { return hook(*state, bucket); }});
   }
   void register_comm_hook(CommHook hook) { engine_->register_comm_hook(std::move(hook)); }
+  /// In per-parameter mode: hook(gradient, parameter) instead of averaging.
+  void register_parameter_hook(ParameterHook hook) { engine_->register_parameter_hook(std::move(hook)); }
+
+  /// Every parameter, or each of `optim_params`, gets an optimizer of its own that steps as soon as its gradient is
+  /// reduced; its .grad stays undefined.
+  void register_fused_optim(const OptimizerFactory& optim, const std::vector<at::Tensor>& optim_params = {}) {
+    engine_->register_fused_optim(optim, optim_params);
+  }
 
   /// Syncs buffers its own way instead of copying rank 0's. What it returns is waited for at the end of backward.
   void register_buffer_comm_hook(BufferHook hook, BufferHookLocation location = BufferHookLocation::kPostForward) {
@@ -125,6 +133,14 @@ class DistributedDataParallel : public torch::nn::Module {
   void update_process_group(const GroupPtr& group) { engine_->update_process_group(group); }
   /// Throws if a reduction was begun and not finished.
   void check_finalized() { engine_->reducer()->check_finalized(); }
+
+  /// Settings and buckets, to make a wrapper like this one: DistributedDataParallel(module, group, snapshot.options).
+  DdpSnapshot snapshot() const { return engine_->snapshot(); }
+  /// In full precision, whatever the wrapper computes in.
+  void save(torch::serialize::OutputArchive& archive) const override {
+    const auto full = engine_->with_full_buffers();
+    torch::nn::Module::save(archive);
+  }
 
   const BucketPlan& bucket_plan() const { return engine_->reducer()->plan(); }
   c10::DDPLoggingData get_ddp_logging_data() const { return engine_->logging_data(); }

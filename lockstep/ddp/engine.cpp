@@ -1,19 +1,25 @@
 #include "lockstep/ddp/engine.h"
 
 #include <ATen/ops/full.h>
+#include <c10/core/Event.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/distributed/c10d/debug.h>
 #include <torch/nn/module.h>
 
 #include <unordered_set>
 
+#include "lockstep/base/env.h"
 #include "lockstep/base/observer.h"
 #include "lockstep/base/str.h"
 #include "lockstep/comm/agreement.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/objects.h"
+#include "lockstep/ddp/delayed_all_reduce.h"
 #include "lockstep/ddp/logger.h"
+#include "lockstep/ddp/mixed_precision.h"
 #include "lockstep/ddp/output_sink.h"
 #include "lockstep/ddp/state_sync.h"
 #include "lockstep/ddp/sync_batch_norm.h"
@@ -35,6 +41,12 @@ std::set<std::string> devices_of(const NamedTensors& tensors) {
   std::set<std::string> devices;
   for (const auto& [name, tensor] : tensors) devices.insert(tensor.device().str());
   return devices;
+}
+
+std::string device_ids_text(const DdpOptions& options) {
+  std::vector<int> ids;  // device indices print as characters
+  if (options.device_ids) ids.assign(options.device_ids->begin(), options.device_ids->end());
+  return join(ids, ", ");
 }
 
 /// What all ranks throw, in the same words.
@@ -73,6 +85,8 @@ DdpEngine::DdpEngine(std::shared_ptr<torch::nn::Module> module, const DdpOptions
   group_ = detail::group_of(options_);
   ignored_ = detail::ignored_names(*module_);
   ignored_.insert(options_.params_and_buffers_to_ignore.begin(), options_.params_and_buffers_to_ignore.end());
+  const auto all_parameters = detail::parameters_of(*module_, ignored_);
+  for (const auto& [name, tensor] : options_.delay_all_reduce_named_params) ignored_.insert(name);
   parameters_ = detail::parameters_of(*module_, ignored_);
   managed_ = detail::managed_parameters(*module_, ignored_);
   has_forward_buffers_ = options_.forward_sync_buffers.value_or(options_.broadcast_buffers.value_or(true));
@@ -82,7 +96,7 @@ DdpEngine::DdpEngine(std::shared_ptr<torch::nn::Module> module, const DdpOptions
   std::string problem;
   try {
     detail::check_options(options_);
-    check_module();
+    check_module(all_parameters);
   } catch (const c10::Error& error) {
     problem = error.what_without_backtrace();
   }
@@ -91,14 +105,40 @@ DdpEngine::DdpEngine(std::shared_ptr<torch::nn::Module> module, const DdpOptions
 
   buffers_ = std::make_unique<detail::BufferSync>(*module_, ignored_, has_forward_buffers_);
   if (options_.init_sync) sync_states(managed_.infos);
-  reducer_ =
-      std::make_shared<Reducer>(managed_.tensors, managed_.infos, group_,
-                                ReducerOptions{.caps = detail::caps_of(options_),
-                                               .find_unused_parameters = options_.find_unused_parameters,
-                                               .static_graph = options_.static_graph,
-                                               .gradient_as_bucket_view = options_.gradient_as_bucket_view,
-                                               .skip_all_reduce_unused_params = options_.skip_all_reduce_unused_params,
-                                               .batched_grad_copy = options_.batched_grad_copy});
+  if (!options_.delay_all_reduce_named_params.empty()) {
+    delayed_ = std::make_shared<detail::DelayedAllReduce>(options_.delay_all_reduce_named_params, group_);
+    delayed_->attach(options_.param_to_hook_all_reduce, [this] { return is_sync_enabled_; });
+  }
+  if (managed_.tensors.empty()) {
+    LOG(INFO) << "[lockstep/ddp] the reduction of all parameters is delayed";
+  } else if (options_.per_parameter) {
+    per_parameter_ = std::make_unique<detail::PerParameterReduction>(managed_.tensors, group_,
+                                                                     [this] { return is_sync_enabled_; });
+  } else {
+    make_reducer();
+  }
+}
+
+void DdpEngine::make_reducer() {
+  std::optional<BucketPlan> plan;
+  if (!options_.bucket_plan.empty()) {
+    if (options_.init_sync) {
+      check_same_on_all_ranks("DistributedDataParallel's bucket plan", options_.bucket_plan, group_);
+    }
+    plan = BucketPlan::load(options_.bucket_plan, managed_.infos);
+  }
+  const auto param_dtype = options_.mixed_precision ? options_.mixed_precision->param_dtype : std::nullopt;
+  ReducerOptions settings;
+  settings.caps = detail::caps_of(options_);
+  settings.find_unused_parameters = options_.find_unused_parameters;
+  settings.static_graph = options_.static_graph;
+  // Gradients in full precision are no part of a bucket.
+  settings.gradient_as_bucket_view = options_.gradient_as_bucket_view && !param_dtype;
+  settings.skip_all_reduce_unused_params = options_.skip_all_reduce_unused_params;
+  settings.batched_grad_copy = options_.batched_grad_copy;
+  settings.gradient_dtype = param_dtype;
+  settings.plan = plan;
+  reducer_ = std::make_shared<Reducer>(managed_.tensors, managed_.infos, group_, settings);
   if (options_.static_graph && options_.find_unused_parameters) {
     TORCH_WARN("[lockstep/ddp] static_graph makes find_unused_parameters redundant: the first step shows what is used");
   }
@@ -106,7 +146,7 @@ DdpEngine::DdpEngine(std::shared_ptr<torch::nn::Module> module, const DdpOptions
       reducer_, options_,
       detail::DdpLogger::Facts{
           .module_name = module_->name(),
-          .device_ids = options_.device_ids ? join(*options_.device_ids, ", ") : "",
+          .device_ids = device_ids_text(options_),
           .output_device =
               options_.output_device
                   ? *options_.output_device
@@ -115,6 +155,13 @@ DdpEngine::DdpEngine(std::shared_ptr<torch::nn::Module> module, const DdpOptions
           .has_sync_bn = has_sync_bn_,
           .is_multi_device = is_multi_device_,
           .is_static_graph = options_.static_graph});
+  if (options_.mixed_precision) {
+    low_ = std::make_unique<detail::LowPrecision>(*options_.mixed_precision, parameters_,
+                                                  detail::buffers_of(*module_, ignored_));
+    low_->attach(reducer_, group_);
+    reducer_->reserve_hook_slot("mixed_precision reduces the gradients its own way");
+    logger_->set_mixed_precision(low_->describe());
+  }
   reducer_->set_error_listener([this](const std::string& error) { logger_->set_error_and_log(error); });
   if (c10d::debug_level() != c10d::DebugLevel::Off) {
     LOG(INFO) << "[lockstep/ddp] rank " << group_->getRank() << " of " << group_->getSize() << " wraps "
@@ -124,7 +171,13 @@ DdpEngine::DdpEngine(std::shared_ptr<torch::nn::Module> module, const DdpOptions
 }
 
 DdpEngine::~DdpEngine() {
-  if (reducer_) reducer_->set_error_listener(nullptr);
+  if (delayed_) delayed_->detach();
+  if (!reducer_) return;
+  // Whoever keeps the reducer keeps no way back here.
+  reducer_->set_error_listener(nullptr);
+  reducer_->set_finish_listener(nullptr);
+  reducer_->set_consumer(nullptr);
+  reducer_->remove_autograd_hooks();
 }
 
 void DdpEngine::fail(const std::string& message) const {
@@ -132,8 +185,12 @@ void DdpEngine::fail(const std::string& message) const {
   TORCH_CHECK(false, message);
 }
 
-void DdpEngine::check_module() {
-  TORCH_CHECK(!managed_.tensors.empty(),
+void DdpEngine::check_module(const NamedTensors& all_parameters) {
+  const auto& trigger = options_.param_to_hook_all_reduce;
+  TORCH_CHECK(!trigger.defined() || std::any_of(all_parameters.begin(), all_parameters.end(),
+                                                [&](const auto& each) { return each.second.is_same(trigger); }),
+              "[lockstep/ddp] param_to_hook_all_reduce is no parameter of the module");
+  TORCH_CHECK(!managed_.tensors.empty() || !options_.delay_all_reduce_named_params.empty(),
               "[lockstep/ddp] the module has no parameter that requires a gradient: DistributedDataParallel is not "
               "needed. (Ignored and frozen parameters do not count.)");
   for (const auto& [name, tensor] : parameters_) {
@@ -141,17 +198,17 @@ void DdpEngine::check_module() {
                 "' has no shape yet. Run a forward pass that gives it one before you wrap the module.");
   }
   std::set<std::string> types;
-  for (const auto& [name, tensor] : parameters_) types.insert(c10::DeviceTypeName(tensor.device().type(), true));
+  for (const auto& [name, tensor] : all_parameters) types.insert(c10::DeviceTypeName(tensor.device().type(), true));
   TORCH_CHECK(types.size() == 1, "[lockstep/ddp] the module's parameters must be on one type of device, but are on ",
               join(types, ", "));
-  const auto devices = devices_of(parameters_);
+  const auto devices = devices_of(all_parameters);
   is_multi_device_ = devices.size() > 1;
-  device_ = parameters_[0].second.device();
+  device_ = all_parameters[0].second.device();
   const bool takes_device_ids = !device_.is_cpu() && !is_multi_device_;
   const bool has_device_ids = options_.device_ids && !options_.device_ids->empty();
   TORCH_CHECK(takes_device_ids || (!has_device_ids && !options_.output_device),
               "[lockstep/ddp] device_ids and output_device are for modules on one accelerator, but got device_ids [",
-              has_device_ids ? join(*options_.device_ids, ", ") : "", "], output_device ",
+              has_device_ids ? device_ids_text(options_) : "", "], output_device ",
               options_.output_device ? std::to_string(*options_.output_device) : "none", " and parameters on ",
               join(devices, ", "));
   detail::for_each_module(*module_, [&](const std::string& name, const torch::nn::Module& part) {
@@ -166,6 +223,7 @@ void DdpEngine::sync_states(const std::vector<ParameterInfo>& infos) {
   verify_parameters_across_ranks(infos, group_);
   std::vector<at::Tensor> tensors;
   for (const auto& [name, tensor] : parameters_) tensors.push_back(tensor);
+  for (const auto& [name, tensor] : options_.delay_all_reduce_named_params) tensors.push_back(tensor);
   if (has_initial_buffers_) {
     for (const auto& [name, tensor] : detail::buffers_of(*module_, ignored_)) tensors.push_back(tensor);
   }
@@ -206,6 +264,12 @@ void DdpEngine::check_parameters_unchanged() const {
 }
 
 void DdpEngine::pre_forward() {
+  if (!reducer_) return;
+  if (!has_set_up_) {
+    has_set_up_ = true;
+    note("set_up");
+    set_up_optimizers_in_backward();
+  }
   if (c10d::debug_level() != c10d::DebugLevel::Off) check_parameters_unchanged();
   const bool is_synced = c10::GradMode::is_enabled() && is_sync_enabled_;
   if (is_synced) {
@@ -218,18 +282,48 @@ void DdpEngine::pre_forward() {
   }
   if (buffers_->will_sync_before_forward()) note("sync_buffers");
   reducer_->install_futures(buffers_->before_forward(group_));
+  if (low_) low_->lower();
 }
 
-bool DdpEngine::changes_inputs() const {
+bool DdpEngine::moves_inputs() const {
   return options_.device_ids && !options_.device_ids->empty();
 }
 
 at::Tensor DdpEngine::prepare_input(const at::Tensor& input) const {
   if (!input.defined()) return input;
-  return changes_inputs() ? input.to(device_, /*non_blocking=*/true) : input;
+  const auto moved = moves_inputs() ? move_input(input) : input;
+  return low_ ? low_->cast_input(moved) : moved;
+}
+
+at::Tensor DdpEngine::move_input(const at::Tensor& input) const {
+  if (input.device() == device_) return input;
+  if (!input.device().is_cpu() || env("PYTORCH_DDP_USE_SIDE_STREAM").value_or("1") != "1") {
+    return input.to(device_, /*non_blocking=*/true);
+  }
+  // On a stream of its own, so that it need not wait for what the device still computes.
+  const c10::impl::VirtualGuardImpl guard(device_.type());
+  const auto current = guard.getStream(device_);
+  const auto side = guard.getStreamFromGlobalPool(device_);
+  at::Tensor moved;
+  c10::Event copied(device_.type());
+  {
+    const c10::StreamGuard on_side(side);
+    moved = input.to(device_, /*non_blocking=*/true);
+    copied.record(side);
+  }
+  copied.block(current);
+  guard.recordDataPtrOnStream(moved.storage().data_ptr(), current);
+  return moved;
 }
 
 void DdpEngine::post_forward(const std::vector<at::Tensor*>& outputs) {
+  // Without a backward nobody else would.
+  if (low_ && !c10::GradMode::is_enabled()) low_->restore();
+  if (reducer_) arm_reducer(outputs);
+  if (delayed_) delayed_->reset_gradients();
+}
+
+void DdpEngine::arm_reducer(const std::vector<at::Tensor*>& outputs) {
   const auto futures = buffers_->after_forward();
   if (!futures.empty()) {
     note("buffer_hook");
@@ -275,6 +369,8 @@ void DdpEngine::pass_through_sink(const std::vector<at::Tensor*>& outputs) {
 }
 
 void DdpEngine::backward(const at::Tensor& loss, double weight) {
+  TORCH_CHECK(reducer_, "[lockstep/ddp] a weighted backward needs buckets: not with per_parameter, nor with all ",
+              "parameters delayed");
   TORCH_CHECK(weight >= 0, "[lockstep/ddp] a weight of ", weight, " was given: it cannot be negative");
   weight_so_far_ += weight;
   if (is_sync_enabled_) {
@@ -304,7 +400,65 @@ void DdpEngine::set_static_graph() {
   }
 }
 
+void DdpEngine::set_sync_enabled(bool is_enabled) {
+  TORCH_CHECK(is_enabled || steps_in_backward_by_.empty(), "[lockstep/ddp] no_sync cannot be used: ",
+              steps_in_backward_by_, " steps in every backward");
+  is_sync_enabled_ = is_enabled;
+}
+
+void DdpEngine::set_up_optimizers_in_backward() {
+  std::vector<std::vector<OptimizerPtr>> optimizers;
+  bool has_any = false;
+  for (const auto& parameter : managed_.tensors) {
+    optimizers.push_back(detail::optimizers_in_backward_of(parameter));
+    has_any = has_any || !optimizers.back().empty();
+  }
+  if (!has_any) return;
+  step_in_backward(std::move(optimizers), "an optimizer attached by apply_optimizer_in_backward");
+  for (const auto& parameter : managed_.tensors) detail::release_backward_hooks(parameter);
+}
+
+void DdpEngine::register_fused_optim(const OptimizerFactory& factory, const std::vector<at::Tensor>& parameters) {
+  TORCH_CHECK(reducer_, "[lockstep/ddp] register_fused_optim needs buckets");
+  TORCH_CHECK(factory, "[lockstep/ddp] register_fused_optim was given no factory");
+  std::vector<std::vector<OptimizerPtr>> optimizers(managed_.tensors.size());
+  for (std::size_t i = 0; i < managed_.tensors.size(); ++i) {
+    const auto& parameter = managed_.tensors[i];
+    const auto is_it = [&](const at::Tensor& each) { return each.is_same(parameter); };
+    if (!parameters.empty() && std::none_of(parameters.begin(), parameters.end(), is_it)) continue;
+    auto optimizer = factory({parameter});
+    TORCH_CHECK(optimizer, "[lockstep/ddp] register_fused_optim: the factory made no optimizer for parameter '",
+                managed_.infos[i].name, "'");
+    optimizers[i].push_back(std::move(optimizer));
+  }
+  step_in_backward(std::move(optimizers), "an optimizer given to register_fused_optim");
+}
+
+void DdpEngine::step_in_backward(std::vector<std::vector<OptimizerPtr>> optimizers, const std::string& reason) {
+  TORCH_CHECK(steps_in_backward_by_.empty(), "[lockstep/ddp] optimizers step in backward already, by ",
+              steps_in_backward_by_);
+  TORCH_CHECK(!low_, "[lockstep/ddp] ", reason, " cannot step in backward together with mixed_precision");
+  TORCH_CHECK(!reducer_->has_comm_hook(), "[lockstep/ddp] ", reason,
+              " cannot step in backward together with comm hook '", reducer_->comm_hook_name(), "'");
+  TORCH_CHECK(is_sync_enabled_, "[lockstep/ddp] ", reason, " cannot step in backward under no_sync");
+  steps_in_backward_by_ = reason;
+  reducer_->reserve_hook_slot(reason + " steps in backward");
+  reducer_->set_consumer([this, optimizers = std::move(optimizers)](std::size_t index, const at::Tensor& gradient) {
+    if (optimizers[index].empty()) return false;
+    detail::step_with_gradient(optimizers[index], managed_.tensors[index], gradient);
+    return true;
+  });
+}
+
+void DdpEngine::register_parameter_hook(ParameterHook hook) {
+  TORCH_CHECK(per_parameter_, "[lockstep/ddp] hooks of single parameters need per_parameter mode");
+  TORCH_CHECK(hook, "[lockstep/ddp] register_parameter_hook was given no hook");
+  per_parameter_->add_hook(std::move(hook));
+}
+
 void DdpEngine::register_comm_hook(CommHook hook) {
+  TORCH_CHECK(reducer_, "[lockstep/ddp] a comm hook needs buckets: not with per_parameter, nor with all parameters ",
+              "delayed");
   const auto name = hook.name;
   reducer_->register_comm_hook(std::move(hook));
   logger_->set_comm_hook(name);
@@ -322,15 +476,33 @@ void DdpEngine::update_process_group(const GroupPtr& group) {
 }
 
 c10::DDPLoggingData DdpEngine::logging_data() const {
-  return logger_->data();
+  return logger_ ? logger_->data() : c10::DDPLoggingData();
 }
 
 std::optional<double> DdpEngine::overlap_share() const {
-  return logger_->overlap_share();
+  return logger_ ? logger_->overlap_share() : std::nullopt;
 }
 
 void DdpEngine::set_runtime_logging_sample_rate(int sample_rate) {
-  logger_->set_sample_rate(sample_rate);
+  if (logger_) logger_->set_sample_rate(sample_rate);
+}
+
+std::shared_ptr<void> DdpEngine::with_full_buffers() const {
+  return std::make_shared<detail::LowPrecision::FullBuffers>(low_.get());
+}
+
+DdpSnapshot DdpEngine::snapshot() const {
+  auto options = options_;
+  options.process_group = nullptr;
+  options.device_mesh.reset();
+  options.delay_all_reduce_named_params.clear();
+  options.param_to_hook_all_reduce.reset();
+  options.params_and_buffers_to_ignore = ignored_;
+  options.static_graph = reducer_ && reducer_->is_static_graph();
+  options.bucket_plan = reducer_ ? reducer_->plan().save() : "";
+  return {.options = std::move(options),
+          .require_backward_grad_sync = is_sync_enabled_,
+          .require_forward_param_sync = buffers_->is_required()};
 }
 
 }  // namespace lockstep

@@ -14,8 +14,11 @@
 #include "lockstep/ddp/buffer_sync.h"
 #include "lockstep/ddp/comm_hook.h"
 #include "lockstep/ddp/module_tensors.h"
+#include "lockstep/ddp/optimizer_in_backward.h"
 #include "lockstep/ddp/options.h"
+#include "lockstep/ddp/per_parameter_reduction.h"
 #include "lockstep/ddp/reducer.h"
+#include "lockstep/ddp/snapshot.h"
 
 namespace torch::nn {
 class Module;
@@ -25,7 +28,10 @@ namespace lockstep {
 
 namespace detail {
 class DdpLogger;
-}
+class DelayedAllReduce;
+class LowPrecision;
+class PerParameterReduction;
+}  // namespace detail
 
 class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
  public:
@@ -42,22 +48,31 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
 
   /// What the module is called with: moved to its device, and cast.
   at::Tensor prepare_input(const at::Tensor& input) const;
-  bool changes_inputs() const;
+  bool changes_inputs() const { return low_ || moves_inputs(); }
 
   /// This rank's gradients count `weight` times: the average is the weighted one, over all ranks and all backwards
   /// since the last reduced one. Collective if the backward is reduced.
   void backward(const at::Tensor& loss, double weight);
 
   bool is_sync_enabled() const { return is_sync_enabled_; }
-  void set_sync_enabled(bool is_enabled) { is_sync_enabled_ = is_enabled; }
+  /// Refuses to turn it off if optimizers step in backward.
+  void set_sync_enabled(bool is_enabled);
   void set_static_graph();
   void set_sink_clones(bool clones) { sink_clones_ = clones; }
   void register_comm_hook(CommHook hook);
+  /// In per-parameter mode only.
+  void register_parameter_hook(ParameterHook hook);
+  /// An optimizer of its own for every parameter, or for some, that steps when the gradient is reduced. Once; takes the
+  /// place of a comm hook.
+  void register_fused_optim(const OptimizerFactory& factory, const std::vector<at::Tensor>& parameters);
   void register_buffer_comm_hook(BufferHook hook, BufferHookLocation location);
   void update_process_group(const GroupPtr& group);
   c10::DDPLoggingData logging_data() const;
   std::optional<double> overlap_share() const;
   void set_runtime_logging_sample_rate(int sample_rate);
+  DdpSnapshot snapshot() const;
+  /// While what it returns lives, buffers are in full precision.
+  [[nodiscard]] std::shared_ptr<void> with_full_buffers() const;
 
   const DdpOptions& options() const { return options_; }
   const GroupPtr& group() const { return group_; }
@@ -69,10 +84,16 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
 
  private:
   explicit DdpEngine(std::shared_ptr<torch::nn::Module> module, const DdpOptions& options);
-  void check_module();
+  void check_module(const NamedTensors& all_parameters);
   void sync_states(const std::vector<ParameterInfo>& infos);
   void check_parameters_unchanged() const;
+  void arm_reducer(const std::vector<at::Tensor*>& outputs);
   void pass_through_sink(const std::vector<at::Tensor*>& outputs);
+  void make_reducer();
+  void set_up_optimizers_in_backward();
+  void step_in_backward(std::vector<std::vector<OptimizerPtr>> optimizers, const std::string& reason);
+  bool moves_inputs() const;
+  at::Tensor move_input(const at::Tensor& input) const;
   [[noreturn]] void fail(const std::string& message) const;
 
   // Fixed after construction.
@@ -91,10 +112,15 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   std::shared_ptr<Reducer> reducer_;
   std::unique_ptr<detail::BufferSync> buffers_;
   std::unique_ptr<detail::DdpLogger> logger_;
+  std::unique_ptr<detail::LowPrecision> low_;
+  std::shared_ptr<detail::DelayedAllReduce> delayed_;
+  std::unique_ptr<detail::PerParameterReduction> per_parameter_;
 
   // Steps.
   bool is_sync_enabled_ = true;
   bool sink_clones_ = true;
+  bool has_set_up_ = false;           // what is done in the first forward
+  std::string steps_in_backward_by_;  // what makes optimizers step in backward; empty if nothing does
   bool has_queued_static_reduction_ = false;
   double weight_so_far_ = 0;  // of backwards since the last reduced one
 };

@@ -17,11 +17,11 @@ struct Callback final : torch::CustomClassHolder {
 
 struct DdpSink : torch::autograd::Function<DdpSink> {
   static variable_list forward(AutogradContext* context, const c10::intrusive_ptr<Callback>& on_backward, bool clones,
-                               const variable_list& tensors) {
+                               at::TensorList tensors) {
     // What the loss leaves out gets no gradient, rather than zeros.
     context->set_materialize_grads(false);
     context->saved_data["on_backward"] = c10::IValue::make_capsule(on_backward);
-    if (!clones) return tensors;
+    if (!clones) return tensors.vec();
     variable_list results;
     for (const auto& tensor : tensors) results.push_back(tensor.clone());
     return results;
@@ -48,7 +48,7 @@ std::vector<at::Tensor> pass_through_sink(const std::vector<at::Tensor>& tensors
     places.push_back(i);
   }
   if (through.empty() || !c10::GradMode::is_enabled()) return results;
-  const auto passed = DdpSink::apply(c10::make_intrusive<Callback>(std::move(on_backward)), clones, through);
+  const auto passed = DdpSink::apply(c10::make_intrusive<Callback>(std::move(on_backward)), clones, at::TensorList(through));
   for (std::size_t i = 0; i < places.size(); ++i) results[places[i]] = passed[i];
   return results;
 }

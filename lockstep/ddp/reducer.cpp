@@ -42,13 +42,13 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<ParameterInfo> 
       is_static_graph_(options.static_graph),
       is_ready_(parameters_.size()),
       ready_times_ns_(parameters_.size(), -1),
-      is_consumed_(parameters_.size()),
       used_(parameters_.size(), parameters_.at(0).device()),
       firings_(parameters_.size()),
       is_in_rebuild_order_(parameters_.size()),
       times_(parameters_.at(0).device()) {
   TORCH_INTERNAL_ASSERT(infos.size() == parameters_.size(), infos.size(), " names for ", parameters_.size(),
                         " parameters");
+  has_rebuilt_ = options_.plan.has_value();
   plan_ = options_.plan ? *options_.plan : first_plan(std::move(infos), options_.caps, !searches_unused());
   make_buckets();
   hooks_.add(parameters_, [this](std::size_t index) { autograd_hook(index); });
@@ -135,7 +135,7 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
   ++iterations_;
   arm();
   if (!searches_unused()) return;
-  unused_ = detail::find_unused(outputs, hooks_.index_of_accumulator());
+  unused_ = detail::find_unused(outputs, accumulators_->index_of_accumulator());
   if (iterations_ > 1 && unused_ != last_unused_) is_graph_static_ = false;
   last_unused_ = unused_;
   if (unused_.empty() && !has_warned_of_needless_search_) {
@@ -289,7 +289,7 @@ double Reducer::scale() const {
 }
 
 bool Reducer::is_identity() const {
-  return group_->getSize() == 1 && !hook_ && !options_.gradient_as_bucket_view && *divisor_ == 1;
+  return group_->getSize() == 1 && !hook_ && !consumer_ && !options_.gradient_as_bucket_view && *divisor_ == 1;
 }
 
 // ---- the end of a backward ----
@@ -315,6 +315,7 @@ void Reducer::finalize_backward() {
     throw;
   }
   if (searches_unused()) used_.clear();
+  if (on_finish_) on_finish_();
   forget_reduction();
   times_.record(Mark::kBackwardCommEnd);
 }
@@ -475,6 +476,7 @@ bool Reducer::rebuild_buckets() {
 void Reducer::register_comm_hook(CommHook hook) {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK(hook.run, who(), ": register_comm_hook was given no hook");
+  TORCH_CHECK(hook_slot_taken_by_.empty(), who(), ": a comm hook cannot be registered: ", hook_slot_taken_by_);
   TORCH_CHECK(!hook_, who(), ": a comm hook is registered already: '", comm_hook_name(), "'. There can be one.");
   TORCH_CHECK(!has_begun_, who(), ": a comm hook cannot be registered while a backward is under way");
   hook_ = std::move(hook);
@@ -517,10 +519,19 @@ void Reducer::set_divisor_source(std::function<double()> source) {
   divisor_source_ = std::move(source);
 }
 
-void Reducer::set_consumed_in_backward(std::vector<bool> is_consumed) {
+void Reducer::set_consumer(Consumer consumer) {
   const std::lock_guard lock(mutex_);
-  TORCH_INTERNAL_ASSERT(is_consumed.size() == parameters_.size());
-  is_consumed_ = std::move(is_consumed);
+  consumer_ = std::move(consumer);
+}
+
+void Reducer::set_finish_listener(std::function<void()> listener) {
+  const std::lock_guard lock(mutex_);
+  on_finish_ = std::move(listener);
+}
+
+bool Reducer::is_armed() const {
+  const std::lock_guard lock(mutex_);
+  return expects_hooks_;
 }
 
 void Reducer::set_static_graph() {

@@ -87,9 +87,19 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void set_divisor(double divisor);
   /// As set_divisor, with a number that is known later: asked for when the first gradient is there.
   void set_divisor_source(std::function<double()> source);
-  /// Parameters whose gradients are not written back: somebody has used them up already.
-  void set_consumed_in_backward(std::vector<bool> is_consumed);
+  /// Offered every reduced gradient before it is written: if it returns true, it has used it up and .grad is left alone.
+  /// Called in plan order at the end of backward, while later buckets may still be on their way.
+  using Consumer = std::function<bool(std::size_t index, const at::Tensor& gradient)>;
+  void set_consumer(Consumer consumer);
+  /// Told when a backward's gradients are all written.
+  void set_finish_listener(std::function<void()> listener);
+  /// The hook slot is taken by the wrapper itself; a user's hook is refused with this reason.
+  void reserve_hook_slot(std::string reason) { hook_slot_taken_by_ = std::move(reason); }
+  /// A reduction is to come from the next backward, or under way.
+  bool is_armed() const;
 
+  /// Whose hooks call autograd_hook() instead of the reducer's own; must outlive it.
+  void use_accumulators_of(const detail::GradientHooks& hooks) { accumulators_ = &hooks; }
   /// Calls the hook of a gradient; for parameters whose accumulator changes from step to step.
   void autograd_hook(std::size_t index);
   void remove_autograd_hooks();
@@ -168,7 +178,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   BucketPlan plan_;
   std::vector<detail::Bucket> buckets_;
   detail::GradientHooks hooks_;
+  const detail::GradientHooks* accumulators_ = &hooks_;
   std::optional<CommHook> hook_;
+  std::string hook_slot_taken_by_;
+  Consumer consumer_;
+  std::function<void()> on_finish_;
   std::function<void(const std::string&)> on_error_;
   bool is_static_graph_ = false;
 
@@ -186,7 +200,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::function<double()> divisor_source_;
   std::vector<FuturePtr> installed_futures_;
   std::map<std::string, at::Tensor> sparse_metadata_;
-  std::vector<bool> is_consumed_;
   std::chrono::steady_clock::time_point armed_at_;
 
   // Unused parameters and static graphs.

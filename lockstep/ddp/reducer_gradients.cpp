@@ -118,10 +118,14 @@ void Reducer::write_dense_gradients(detail::Bucket& bucket, const at::Tensor& re
     const auto& view = bucket.view(place);
     const auto& reduced = is_in_place ? view : views[place];
     const auto& parameter = bucket.parameter(place);
+    if (consumer_ && consumer_(index, reduced)) continue;
     if (!options_.gradient_as_bucket_view) {
-      if (is_identity() || is_consumed_[index]) continue;
+      if (is_identity()) continue;
       access_.with_gradient(parameter, [&](at::Tensor& grad) {
-        if (grad.defined()) {
+        const auto full = plan_.parameters()[index].dtype;
+        if (options_.gradient_dtype || (!grad.defined() && reduced.scalar_type() != full)) {
+          grad = reduced.to(full, /*non_blocking=*/false, /*copy=*/true);
+        } else if (grad.defined()) {
           detail::copy_plain(grad, reduced);
         } else {
           grad = torch::autograd::utils::clone_obey_contract(reduced, parameter);
@@ -133,7 +137,6 @@ void Reducer::write_dense_gradients(detail::Bucket& bucket, const at::Tensor& re
     if (!is_in_place) detail::copy_plain(view, reduced);
     access_.with_gradient(parameter, [&](at::Tensor& grad) {
       if (!grad.defined()) {
-        if (is_consumed_[index]) return false;
         grad = view;
       } else if (!grad.is_alias_of(view)) {
         fail(str(who(), ": gradient of parameter '", name_of(index), "' is no longer its part of the bucket, though ",

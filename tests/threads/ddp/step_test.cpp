@@ -1,10 +1,15 @@
-// What one training step does: gradients are those of one process with the whole batch.
+// What one training step does: gradients are those of one process with the whole batch, buckets go in plan order, and
+// steps that are not to be reduced are not.
+#include <thread>
+
 #include "tests/ddp_models.h"
 
 namespace lockstep {
 namespace {
 
 using namespace ddp_models;
+using testing::expect_error;
+using testing::Recorder;
 
 class DdpStep : public ::testing::TestWithParam<int> {};
 
@@ -15,19 +20,22 @@ std::vector<at::Tensor> reference(const std::vector<int64_t>& sizes, const at::T
   return gradients_of(*model);
 }
 
-// DDP-36, DDP-39
+// DDP-11, DDP-36, DDP-39, DDP-44
 TEST_P(DdpStep, GivesTheGradientsOfTheWholeBatch) {
   const auto batch = random_batch(12, 6, 3);
   const auto expected = reference({6, 5, 3}, batch);
   testing::run_threads_in_gtest({.world_size = GetParam()}, [&](const World& world) {
     for (const bool as_view : {false, true}) {
       for (const bool batched : {false, true}) {
-        DistributedDataParallel ddp(mlp({6, 5, 3}), world.group(),
-                                    {.gradient_as_bucket_view = as_view, .batched_grad_copy = batched});
-        for (int step = 0; step < 4; ++step) {
-          zero_grads(ddp);
-          ddp(my_rows(batch, world)).pow(2).mean().backward();
-          expect_close(gradients_of(ddp), expected);
+        for (const double cap : {25.0, 0.0}) {
+          DistributedDataParallel ddp(
+              mlp({6, 5, 3}), world.group(),
+              {.bucket_cap_mb = cap, .gradient_as_bucket_view = as_view, .batched_grad_copy = batched});
+          for (int step = 0; step < 4; ++step) {
+            zero_grads(ddp);
+            ddp(my_rows(batch, world)).pow(2).mean().backward();
+            expect_close(gradients_of(ddp), expected);
+          }
         }
       }
     }
@@ -35,6 +43,323 @@ TEST_P(DdpStep, GivesTheGradientsOfTheWholeBatch) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Worlds, DdpStep, ::testing::Values(1, 2, 3, 4));
+
+// DDP-11: not only close.
+LOCKSTEP_THREAD_TEST(DdpStepOptions, BatchedCopiesGiveTheSameBits, 2) {
+  const auto batch = random_batch(12, 6, 3);
+  std::vector<at::Tensor> first;
+  for (const bool batched : {false, true}) {
+    DistributedDataParallel ddp(mlp({6, 5, 3}), world.group(), {.batched_grad_copy = batched});
+    for (int step = 0; step < 3; ++step) {
+      zero_grads(ddp);
+      ddp(my_rows(batch, world)).pow(2).mean().backward();
+    }
+    if (first.empty()) first = gradients_of(ddp);
+    expect_close(gradients_of(ddp), first, 0);
+  }
+}
+
+// DDP-29, DDP-30, DDP-38
+LOCKSTEP_THREAD_TEST(DdpStepOptions, BucketsAreRebuiltInOrderAndLaunchedWhileBackwardRuns, 2) {
+  // 40,400 bytes a layer: every layer fills a bucket, and none does with its weight alone.
+  DistributedDataParallel ddp(mlp({100, 100, 100, 100}), world.group(), {.bucket_cap_mb = 40'300.0 / (1 << 20)});
+  EXPECT_EQ(ddp.bucket_plan().buckets().size(), 1U);
+  const auto step = [&] {
+    Recorder recorder;
+    ddp(random_batch(3, 100, world.rank())).sum().backward();
+    return recorder.events();
+  };
+  step();
+  EXPECT_EQ(ddp.bucket_plan().buckets().size(), 1U);
+  {
+    const at::NoGradGuard no_grad;
+    ddp(random_batch(3, 100, 1));
+  }
+  EXPECT_EQ(ddp.bucket_plan().buckets().size(), 1U) << "a forward without gradients must not rebuild";
+  const auto events = step();
+  EXPECT_EQ(ddp.bucket_plan().buckets().size(), 3U);
+  EXPECT_TRUE(ddp.engine().reducer()->has_rebuilt_buckets());
+  std::vector<std::string> order;
+  for (const auto& event : events) {
+    if (event.kind == "bucket" && event.state == "launch") order.push_back(event.unit);
+    if (event.kind == "gradient" && event.unit == "layer0.weight") order.push_back("last gradient");
+  }
+  // The last gradient is the first layer's; by then the others are on their way.
+  EXPECT_EQ(order, (std::vector<std::string>{"bucket 0", "bucket 1", "last gradient", "bucket 2"}));
+  step();
+  EXPECT_EQ(ddp.bucket_plan().buckets().size(), 3U);
+}
+
+// DDP-31: gradients that are kept move into the new buckets.
+LOCKSTEP_THREAD_TEST(DdpStepOptions, GradientsSurviveARebuild, 2) {
+  for (const bool as_view : {false, true}) {
+    DistributedDataParallel ddp(mlp({4, 3}), world.group(), {.gradient_as_bucket_view = as_view});
+    const auto batch = at::full({1, 4}, world.rank() + 1.0);
+    for (int step = 1; step <= 3; ++step) {
+      ddp(batch).sum().backward();  // never zeroed: reduced gradients add up
+      // The mean of own and others' sums: 1.5 + what was there.
+      EXPECT_TRUE(at::allclose(ddp->layers[0]->weight.grad(), at::full({3, 4}, 1.5 * step))) << step;
+    }
+  }
+}
+
+// DDP-33
+LOCKSTEP_THREAD_TEST(DdpStepOptions, PhasesComeInOrder, 2) {
+  auto module = mlp({4, 3});
+  module->register_buffer("buffer", at::zeros({1}));
+  DistributedDataParallel ddp(module, world.group());
+  std::vector<std::string> seen;
+  for (int step = 0; step < 2; ++step) {
+    Recorder recorder;
+    const auto output = ddp(random_batch(2, 4, 1));
+    seen.clear();
+    for (const auto& event : recorder.events()) {
+      if (event.kind == "ddp_forward") seen.push_back(event.state);
+    }
+    output.sum().backward();
+    if (step == 0) {
+      EXPECT_EQ(seen, (std::vector<std::string>{"set_up", "stats", "sync_buffers", "arm"}));
+    }
+  }
+  EXPECT_EQ(seen, (std::vector<std::string>{"stats", "rebuild", "sync_buffers", "arm"}));
+}
+
+// DDP-35
+LOCKSTEP_THREAD_TEST(DdpStepOptions, ForwardWithoutGradientsArmsNothing, 2) {
+  DistributedDataParallel ddp(mlp({4, 3}), world.group());
+  {
+    const at::NoGradGuard no_grad;
+    ddp(random_batch(2, 4, 1));
+  }
+  EXPECT_EQ(ddp.engine().reducer()->iterations(), 0);
+  EXPECT_FALSE(ddp.engine().reducer()->is_armed());
+  ddp(random_batch(2, 4, 1)).sum().backward();
+  EXPECT_EQ(ddp.engine().reducer()->iterations(), 1);
+}
+
+/// Its gradient has other strides than the parameter.
+struct ScaleByTransposed : torch::autograd::Function<ScaleByTransposed> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& weight) {
+    context->saved_data["unused"] = 0;
+    return weight.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 const torch::autograd::variable_list& gradients) {
+    return {gradients[0].t().contiguous().t()};
+  }
+};
+struct OddStridesImpl : torch::nn::Module {
+  OddStridesImpl() : weight(register_parameter("weight", at::ones({3, 4}))) {}
+  at::Tensor forward(const at::Tensor& input) { return at::matmul(input, ScaleByTransposed::apply(weight)); }
+  at::Tensor weight;
+};
+TORCH_MODULE(OddStrides);
+
+// DDP-37
+LOCKSTEP_THREAD_TEST(DdpStepOptions, WarnsOnceOfOtherStridesAndIsRight, 2) {
+  const Warnings warnings;
+  DistributedDataParallel ddp(OddStrides(), world.group());
+  for (int step = 0; step < 3; ++step) {
+    // A dense one of other strides is kept as it comes only if something is there to add it to.
+    ddp->weight.mutable_grad() = at::zeros({4, 3}).t();
+    ddp(at::full({1, 3}, world.rank() + 1.0)).sum().backward();
+    EXPECT_TRUE(at::allclose(ddp->weight.grad(), at::full({3, 4}, 1.5)));
+  }
+  EXPECT_EQ(warnings.count("'weight' has strides"), 1);
+}
+
+// DDP-37
+LOCKSTEP_THREAD_TEST(DdpStepOptions, RefusesGradientsOfAnotherDtype, 2) {
+  DistributedDataParallel ddp(mlp({4, 3}), world.group());
+  const auto output = ddp(random_batch(2, 4, 1));
+  // What a user who casts gradients by hand might leave behind.
+  ddp->layers[0]->bias.mutable_grad() = at::zeros({3}, at::kDouble);
+  expect_error([&] { output.sum().backward(); }, {"'layer0.bias'", "Double", "Float"});
+}
+
+// DDP-40
+LOCKSTEP_THREAD_TEST(DdpStepOptions, ParameterUsedOutsideForwardIsNamed, 2) {
+  DistributedDataParallel ddp(mlp({4, 3, 2}), world.group());
+  // As a checkpointed segment does: a layer's gradient comes in a backward inside the backward, and again outside.
+  const auto outside = ddp->layers[1]->forward(random_batch(2, 3, 1)).sum();
+  auto output = ddp(random_batch(2, 4, 1));
+  output.register_hook([&](const at::Tensor&) { outside.backward({}, /*retain_graph=*/true); });
+  expect_error([&] { output.sum().backward(); }, {"second time", "layer", "static_graph"});
+}
+
+// DDP-41
+LOCKSTEP_THREAD_TEST(DdpStepOptions, UnfinishedReductionIsNamedWithItsRemedy, 2) {
+  DistributedDataParallel ddp(seeded(Branchy()), world.group());
+  ddp(random_batch(2, 4, 1), true, false).sum().backward();
+  expect_error([&] { ddp.check_finalized(); }, {"rank " + std::to_string(world.rank()), "'right.weight'", "'right.bias'"});
+  expect_error([&] { ddp(random_batch(2, 4, 1), true, true); }, {"'right.weight'", "find_unused_parameters"});
+  EXPECT_EQ(ddp.get_ddp_logging_data().ints_map.at("has_error"), 1);
+  barrier(world.group());
+}
+
+// DDP-42
+LOCKSTEP_THREAD_TEST(DdpStepOptions, SecondBackwardStaysLocalAndIsWarnedOfOnce, 2) {
+  const Warnings warnings;
+  DistributedDataParallel ddp(mlp({4, 3}), world.group());
+  const auto output = ddp(at::full({1, 4}, world.rank() + 1.0)).sum();
+  output.backward({}, /*retain_graph=*/true);
+  EXPECT_TRUE(at::allclose(ddp->layers[0]->weight.grad(), at::full({3, 4}, 1.5)));
+  output.backward({}, true);
+  EXPECT_TRUE(at::allclose(ddp->layers[0]->weight.grad(), at::full({3, 4}, 1.5 + world.rank() + 1)));
+  output.backward();
+  EXPECT_EQ(warnings.count("without a forward pass"), 1);
+  // The next step is reduced as ever.
+  zero_grads(ddp);
+  ddp(at::full({1, 4}, world.rank() + 1.0)).sum().backward();
+  EXPECT_TRUE(at::allclose(ddp->layers[0]->weight.grad(), at::full({3, 4}, 1.5)));
+}
+
+// DDP-43
+LOCKSTEP_THREAD_TEST(DdpStepOptions, TwoForwardsAndOneBackwardAreOneReduction, 2) {
+  DistributedDataParallel ddp(mlp({4, 3}), world.group());
+  const auto one = ddp(at::full({1, 4}, world.rank() + 1.0));
+  const auto other = ddp(at::full({1, 4}, 10.0));
+  Recorder recorder;
+  (one.sum() + other.sum()).backward();
+  testing::expect_count(recorder.events("launch"), "all_reduce", 1);
+  EXPECT_TRUE(at::allclose(ddp->layers[0]->weight.grad(), at::full({3, 4}, 11.5)));
+}
+
+// DDP-43
+LOCKSTEP_THREAD_TEST(DdpStepOptions, AutogradGradSyncsNothing, 2) {
+  DistributedDataParallel ddp(mlp({4, 3}), world.group());
+  const auto output = ddp(at::full({1, 4}, world.rank() + 1.0)).sum();
+  Recorder recorder;
+  const auto gradients = torch::autograd::grad({output}, {ddp->layers[0]->weight});
+  EXPECT_TRUE(recorder.events("launch").empty());
+  EXPECT_TRUE(at::allclose(gradients[0], at::full({3, 4}, world.rank() + 1.0)));
+  ddp(at::full({1, 4}, world.rank() + 1.0)).sum().backward();
+  EXPECT_TRUE(at::allclose(ddp->layers[0]->weight.grad(), at::full({3, 4}, 1.5)));
+}
+
+// DDP-44
+LOCKSTEP_THREAD_TEST(DdpStepOptions, ReadyTimesAreReadable, 2) {
+  DistributedDataParallel ddp(mlp({4, 4, 3}), world.group());
+  ddp(random_batch(2, 4, 1)).sum().backward();
+  const auto times = ddp.engine().reducer()->backward_stats();
+  ASSERT_EQ(times.size(), 4U);
+  for (const auto time : times) EXPECT_GT(time, 0);
+  EXPECT_LT(times[2], times[0]) << "the second layer's gradient comes first";
+}
+
+// DDP-44
+LOCKSTEP_THREAD_TEST(DdpStepOptions, CreateGraphReducesFirstOrderOnly, 2) {
+  DistributedDataParallel ddp(mlp({4, 3}), world.group());
+  const auto input = at::full({1, 4}, world.rank() + 1.0);
+  ddp(input).pow(2).sum().backward({}, /*retain_graph=*/true, /*create_graph=*/true);
+  const auto all = at::empty({2, 12});
+  all_gather_into_tensor(all, ddp->layers[0]->weight.grad().detach().reshape({1, 12}), world.group());
+  EXPECT_TRUE(at::equal(all[0], all[1]));
+  zero_grads(ddp);
+}
+
+// DDP-45
+LOCKSTEP_THREAD_TEST(DdpNoSync, MicroStepsEqualOneBigBatch, 2) {
+  const auto batch = random_batch(12, 6, 3);
+  auto model = mlp({6, 5, 3});
+  model->forward(batch).pow(2).sum().backward();
+  const auto expected = gradients_of(*model);
+  for (const bool as_view : {false, true}) {
+    DistributedDataParallel ddp(mlp({6, 5, 3}), world.group(), {.gradient_as_bucket_view = as_view});
+    for (int step = 0; step < 3; ++step) {
+      zero_grads(ddp);
+      const auto parts = my_rows(batch, world).tensor_split(3);
+      {
+        Recorder recorder;
+        const auto guard = ddp.no_sync();
+        for (int i = 0; i < 2; ++i) ddp(parts[i]).pow(2).sum().backward();
+        testing::expect_none(recorder.events("launch"), "all_reduce");
+      }
+      ddp(parts[2]).pow(2).sum().backward();
+      auto sums = gradients_of(ddp);
+      for (auto& sum : sums) sum = sum * world.world_size();
+      expect_close(sums, expected, 1e-4);  // DDP-59
+    }
+  }
+}
+
+// DDP-45
+LOCKSTEP_THREAD_TEST(DdpNoSync, NestsAndIsUndoneByAnException, 2) {
+  DistributedDataParallel ddp(mlp({4, 3}), world.group());
+  {
+    const auto outer = ddp.no_sync();
+    try {
+      const auto inner = ddp.no_sync();
+      throw std::runtime_error("leaves the scope");
+    } catch (const std::runtime_error&) {
+    }
+    EXPECT_FALSE(ddp.engine().is_sync_enabled());
+  }
+  EXPECT_TRUE(ddp.engine().is_sync_enabled());
+  // With only backward inside, the step is reduced: its forward was armed.
+  const auto output = ddp(at::full({1, 4}, world.rank() + 1.0)).sum();
+  const auto guard = ddp.no_sync();
+  output.backward();
+  EXPECT_TRUE(at::allclose(ddp->layers[0]->weight.grad(), at::full({3, 4}, 1.5)));
+}
+
+// DDP-46
+LOCKSTEP_THREAD_TEST(DdpNoSync, AlsoSkipsBuffersOfTheNextForward, 2) {
+  auto module = mlp({4, 3});
+  module->register_buffer("buffer", at::zeros({1}));
+  DistributedDataParallel ddp(module, world.group());
+  const auto broadcasts = [&](bool is_synced) {
+    Recorder recorder;
+    std::optional<NoSyncGuard> guard;
+    if (!is_synced) guard.emplace(ddp.engine());
+    ddp(random_batch(2, 4, 1)).sum().backward();
+    int count = 0;
+    for (const auto& event : recorder.events("launch")) count += event.kind == "broadcast" && event.bytes == 4 ? 1 : 0;
+    return count;
+  };
+  EXPECT_EQ(broadcasts(true), 1);
+  EXPECT_EQ(broadcasts(false), 1);  // the former forward synced
+  EXPECT_EQ(broadcasts(false), 0);
+  EXPECT_EQ(broadcasts(true), 0);
+  EXPECT_EQ(broadcasts(true), 1);
+}
+
+// Beyond Python: ranks with different numbers of samples.
+LOCKSTEP_THREAD_TEST(DdpWeights, GiveTheExactMeanOverAllSamples, 3) {
+  const auto batch = random_batch(12, 6, 3);
+  const auto expected = reference({6, 5, 3}, batch);
+  const std::vector<int64_t> cuts = {2, 9};  // 2, 7 and 3 samples
+  const auto mine = batch.tensor_split(at::IntArrayRef(cuts))[world.rank()];
+  for (const bool has_hook : {false, true}) {
+    DistributedDataParallel ddp(mlp({6, 5, 3}), world.group());
+    if (has_hook) {
+      ddp.register_comm_hook([group = world.group()](GradBucket& bucket) {
+        bucket.buffer().div_(group->getSize());
+        return all_reduce_future(bucket.buffer(), group);
+      });
+    }
+    for (int step = 0; step < 2; ++step) {
+      zero_grads(ddp);
+      ddp.backward(ddp(mine).pow(2).mean(), static_cast<double>(mine.size(0)));
+      expect_close(gradients_of(ddp), expected);
+      // And in several pieces of different sizes.
+      zero_grads(ddp);
+      const auto first = mine.narrow(0, 0, 1);
+      const auto rest = mine.narrow(0, 1, mine.size(0) - 1);
+      {
+        const auto guard = ddp.no_sync();
+        ddp.backward(ddp(first).pow(2).mean(), 1);
+      }
+      ddp.backward(ddp(rest).pow(2).mean(), static_cast<double>(rest.size(0)));
+      expect_close(gradients_of(ddp), expected);
+    }
+    // An ordinary step afterwards is an ordinary mean.
+    zero_grads(ddp);
+    ddp(my_rows(batch, world)).pow(2).mean().backward();
+    expect_close(gradients_of(ddp), expected);
+    expect_error([&] { ddp.backward(ddp(mine).sum(), -1); }, {"-1", "negative"});
+  }
+}
 
 }  // namespace
 }  // namespace lockstep

@@ -1,0 +1,81 @@
+#include "lockstep/ddp/delayed_all_reduce.h"
+
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/engine.h>
+
+#include <algorithm>
+
+#include "lockstep/comm/collectives.h"
+
+namespace lockstep::detail {
+
+DelayedAllReduce::DelayedAllReduce(NamedTensors parameters, GroupPtr group)
+    : parameters_(std::move(parameters)), group_(std::move(group)), views_(parameters_.size()) {
+  const at::NoGradGuard no_grad;
+  std::vector<bool> has_view(parameters_.size());
+  for (std::size_t first = 0; first < parameters_.size(); ++first) {
+    if (has_view[first]) continue;
+    const auto options = parameters_[first].second.options().requires_grad(false);
+    const auto is_alike = [&](std::size_t i) {
+      const auto& tensor = parameters_[i].second;
+      return tensor.scalar_type() == c10::typeMetaToScalarType(options.dtype()) && tensor.device() == options.device();
+    };
+    int64_t total = 0;
+    for (std::size_t i = first; i < parameters_.size(); ++i) total += is_alike(i) ? parameters_[i].second.numel() : 0;
+    const auto buffer = at::zeros({total}, options);
+    int64_t at = 0;
+    for (std::size_t i = first; i < parameters_.size(); ++i) {
+      if (!is_alike(i)) continue;
+      const auto& tensor = parameters_[i].second;
+      views_[i] = buffer.narrow(0, at, tensor.numel()).view(tensor.sizes());
+      has_view[i] = true;
+      at += tensor.numel();
+    }
+    buffers_.push_back(buffer);
+  }
+}
+
+void DelayedAllReduce::attach(const at::Tensor& trigger, std::function<bool()> is_enabled) {
+  trigger_ = trigger;
+  hook_ = trigger_.register_hook([weak = weak_from_this(), is_enabled = std::move(is_enabled)](const at::Tensor&) {
+    const auto self = weak.lock();
+    if (self && is_enabled()) self->launch();
+  });
+}
+
+void DelayedAllReduce::detach() {
+  if (hook_) trigger_.remove_hook(*hook_);
+  hook_.reset();
+}
+
+void DelayedAllReduce::launch() {
+  const at::NoGradGuard no_grad;
+  for (const auto& buffer : buffers_) {
+    buffer.div_(group_->getSize());
+    pending_.push_back(launch_all_reduce(buffer, group_));
+  }
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
+    if (const auto self = weak.lock()) self->wait();
+  });
+}
+
+void DelayedAllReduce::wait() {
+  for (auto& pending : std::exchange(pending_, {})) pending.wait();
+}
+
+void DelayedAllReduce::reset_gradients() {
+  const at::NoGradGuard no_grad;
+  const auto is_undefined = [](const auto& parameter) { return !parameter.second.grad().defined(); };
+  const bool are_all_undefined = std::all_of(parameters_.begin(), parameters_.end(), is_undefined);
+  if (are_all_undefined) {
+    for (const auto& buffer : buffers_) buffer.zero_();
+  }
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (!is_undefined(parameters_[i])) continue;
+    if (!are_all_undefined) views_[i].zero_();
+    parameters_[i].second.mutable_grad() = views_[i];
+  }
+}
+
+}  // namespace lockstep::detail

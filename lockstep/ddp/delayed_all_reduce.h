@@ -1,0 +1,45 @@
+// Gradients that are reduced together, in one piece, when the gradient of another parameter is there. The parameters
+// concerned are not the reducer's. Internal to ddp.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "lockstep/comm/group.h"
+#include "lockstep/comm/pending.h"
+#include "lockstep/ddp/module_tensors.h"
+
+namespace lockstep::detail {
+
+class DelayedAllReduce : public std::enable_shared_from_this<DelayedAllReduce> {
+ public:
+  /// Local. A buffer per dtype and device.
+  DelayedAllReduce(NamedTensors parameters, GroupPtr group);
+
+  /// From now on: when the gradient of `trigger` is computed, the buffers are divided by the number of ranks and summed
+  /// over them; backward does not return before. `is_enabled` is asked each time.
+  void attach(const at::Tensor& trigger, std::function<bool()> is_enabled);
+  void detach();
+  /// After a forward: gradients that are undefined become zeroed views of the buffers.
+  void reset_gradients();
+
+  const NamedTensors& parameters() const { return parameters_; }
+
+ private:
+  void launch();
+  void wait();
+
+  const NamedTensors parameters_;
+  const GroupPtr group_;
+  std::vector<at::Tensor> buffers_;
+  std::vector<at::Tensor> views_;  // by parameter
+  std::vector<Pending> pending_;
+  at::Tensor trigger_;
+  std::optional<unsigned> hook_;
+};
+
+}  // namespace lockstep::detail

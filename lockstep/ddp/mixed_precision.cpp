@@ -1,0 +1,119 @@
+#include "lockstep/ddp/mixed_precision.h"
+
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/engine.h>
+
+#include "lockstep/base/str.h"
+
+namespace lockstep::detail {
+namespace {
+
+bool is_castable(const at::Tensor& tensor) {
+  return at::isFloatingType(tensor.scalar_type());
+}
+
+std::string name_of(std::optional<at::ScalarType> dtype) {
+  return dtype ? c10::toString(*dtype) : "none";
+}
+
+}  // namespace
+
+LowPrecision::LowPrecision(const MixedPrecision& config, NamedTensors parameters, const NamedTensors& buffers)
+    : config_(config) {
+  for (auto& [name, tensor] : parameters) {
+    if (is_castable(tensor)) parameters_.push_back({std::move(name), tensor, {}});
+  }
+  if (!config_.buffer_dtype) return;
+  for (const auto& [name, buffer] : buffers) {
+    if (!is_castable(buffer) || buffer.scalar_type() == *config_.buffer_dtype) continue;
+    buffers_.emplace_back(buffer, buffer.scalar_type());
+    buffer.set_data(buffer.to(*config_.buffer_dtype));
+  }
+}
+
+LowPrecision::~LowPrecision() {
+  restore();
+}
+
+void LowPrecision::attach(const std::shared_ptr<Reducer>& reducer, const GroupPtr& group) {
+  reducer_ = reducer;
+  managed_ = reducer->parameters();
+  reducer->register_comm_hook({.name = "mixed precision",
+                               .run = [this, group](GradBucket& bucket) { return reduce(bucket, group); }});
+  reducer->set_finish_listener([this] { restore(); });
+  if (!config_.param_dtype) return;
+  // Its own hooks are those of full-precision accumulators, which never run.
+  reducer->remove_autograd_hooks();
+  reducer->use_accumulators_of(hooks_);
+}
+
+FuturePtr LowPrecision::reduce(GradBucket& bucket, const GroupPtr& group) const {
+  if (config_.reduce_dtype && bucket.buffer().scalar_type() != *config_.reduce_dtype) {
+    bucket.set_buffer(bucket.buffer().to(*config_.reduce_dtype));
+  }
+  const auto ranks = group->getSize();
+  return then(all_reduce_future(bucket.buffer(), group), [ranks](const at::Tensor& sum) { return sum.div_(ranks); });
+}
+
+void LowPrecision::lower() {
+  if (is_low_ || !config_.param_dtype) return;
+  const at::NoGradGuard no_grad;
+  for (auto& parameter : parameters_) {
+    parameter.full = parameter.tensor.detach();
+    parameter.tensor.set_data(parameter.full.to(*config_.param_dtype));
+    auto& grad = parameter.tensor.mutable_grad();
+    if (grad.defined() && grad.layout() == at::kStrided) grad = grad.to(*config_.param_dtype);
+  }
+  is_low_ = true;
+  has_queued_restore_ = false;
+  hooks_.add(managed_, [this](std::size_t index) { on_gradient(index); });
+}
+
+void LowPrecision::on_gradient(std::size_t index) {
+  const auto reducer = reducer_.lock();
+  if (!reducer) return;
+  if (!has_queued_restore_) {
+    has_queued_restore_ = true;
+    torch::autograd::Engine::get_default_engine().queue_callback([this, weak = reducer_] {
+      const auto still = weak.lock();
+      // A backward that is reduced restores when its gradients are written.
+      if (still && !still->is_armed()) restore();
+    });
+  }
+  reducer->autograd_hook(index);
+}
+
+void LowPrecision::restore() {
+  if (!is_low_) return;
+  const at::NoGradGuard no_grad;
+  hooks_.remove();
+  for (auto& parameter : parameters_) {
+    const auto dtype = parameter.full.scalar_type();
+    parameter.tensor.set_data(parameter.full);
+    parameter.full.reset();
+    auto& grad = parameter.tensor.mutable_grad();
+    if (grad.defined() && grad.layout() == at::kStrided && grad.scalar_type() != dtype) grad = grad.to(dtype);
+  }
+  is_low_ = false;
+}
+
+at::Tensor LowPrecision::cast_input(const at::Tensor& input) const {
+  return config_.param_dtype && is_castable(input) ? input.to(*config_.param_dtype) : input;
+}
+
+std::string LowPrecision::describe() const {
+  return str("param_dtype ", name_of(config_.param_dtype), ", reduce_dtype ", name_of(config_.reduce_dtype),
+             ", buffer_dtype ", name_of(config_.buffer_dtype));
+}
+
+LowPrecision::FullBuffers::FullBuffers(const LowPrecision* precision) : precision_(precision) {
+  if (precision_ == nullptr) return;
+  for (const auto& [buffer, dtype] : precision_->buffers_) buffer.set_data(buffer.to(dtype));
+}
+
+LowPrecision::FullBuffers::~FullBuffers() {
+  if (precision_ == nullptr) return;
+  for (const auto& [buffer, dtype] : precision_->buffers_) buffer.set_data(buffer.to(*precision_->config_.buffer_dtype));
+}
+
+}  // namespace lockstep::detail

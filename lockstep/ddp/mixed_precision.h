@@ -1,0 +1,76 @@
+// Computes with parameters of low precision while the real ones stay in full. Internal to ddp.
+//
+// Before forward every parameter points at a cast copy of itself; after backward (or after a forward that has none) it
+// points at its full-precision data again and the copy is gone. Saving, stepping and looking at parameters between
+// steps therefore see full precision.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/ddp/gradient_hooks.h"
+#include "lockstep/ddp/module_tensors.h"
+#include "lockstep/ddp/options.h"
+#include "lockstep/ddp/reducer.h"
+
+namespace lockstep::detail {
+
+class LowPrecision {
+ public:
+  /// `parameters` are all that are not ignored, frozen ones too. Casts buffers at once.
+  LowPrecision(const MixedPrecision& config, NamedTensors parameters, const NamedTensors& buffers);
+  ~LowPrecision();
+  LowPrecision(const LowPrecision&) = delete;
+  LowPrecision& operator=(const LowPrecision&) = delete;
+
+  /// Takes the reducer's hook slot, and its end of backward.
+  void attach(const std::shared_ptr<Reducer>& reducer, const GroupPtr& group);
+
+  /// Points the parameters at low-precision copies, unless they do.
+  void lower();
+  /// Points them at full precision again, and casts gradients up. Does nothing if they are there.
+  void restore();
+  at::Tensor cast_input(const at::Tensor& input) const;
+
+  /// The dtype gradients are computed in, if it differs from a parameter's own.
+  std::optional<at::ScalarType> param_dtype() const { return config_.param_dtype; }
+  /// "param_dtype Half, reduce_dtype Float, buffer_dtype none".
+  std::string describe() const;
+
+  /// Buffers have their first dtypes again while it lives; for saving.
+  class FullBuffers {
+   public:
+    explicit FullBuffers(const LowPrecision* precision);
+    ~FullBuffers();
+    FullBuffers(const FullBuffers&) = delete;
+    FullBuffers& operator=(const FullBuffers&) = delete;
+
+   private:
+    const LowPrecision* const precision_;
+  };
+
+ private:
+  FuturePtr reduce(GradBucket& bucket, const GroupPtr& group) const;
+  void on_gradient(std::size_t index);
+
+  const MixedPrecision config_;
+  struct Parameter {
+    std::string name;
+    at::Tensor tensor;
+    at::Tensor full;  // its data in full precision
+  };
+  std::vector<Parameter> parameters_;
+  std::vector<std::pair<at::Tensor, at::ScalarType>> buffers_;  // that were cast, and what they were
+  std::weak_ptr<Reducer> reducer_;
+  std::vector<at::Tensor> managed_;
+  // A cast parameter has another accumulator, so hooks are set anew for each step.
+  GradientHooks hooks_;
+  bool is_low_ = false;
+  bool has_queued_restore_ = false;
+};
+
+}  // namespace lockstep::detail
