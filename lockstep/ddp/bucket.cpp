@@ -1,5 +1,6 @@
 #include "lockstep/ddp/bucket.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/view_as_complex.h>
 #include <c10/core/GradMode.h>
@@ -53,6 +54,9 @@ Bucket::Bucket(std::size_t index, const BucketPlan& plan, const std::vector<at::
 }
 
 std::vector<at::Tensor> Bucket::views_of(const at::Tensor& result) const {
+  // Aliases that autograd does not track as views: Optimizer::zero_grad() detaches gradients in place, which it refuses
+  // for views.
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
   std::vector<at::Tensor> views;
   views.reserve(parameters_.size());
   for (std::size_t i = 0; i < parameters_.size(); ++i) {

@@ -138,8 +138,7 @@ class DistributedDataParallel : public torch::nn::Module {
   DdpSnapshot snapshot() const { return engine_->snapshot(); }
   /// In full precision, whatever the wrapper computes in.
   void save(torch::serialize::OutputArchive& archive) const override {
-    const auto full = engine_->with_full_buffers();
-    torch::nn::Module::save(archive);
+    if (!engine_->save_in_full(*this, archive)) torch::nn::Module::save(archive);
   }
 
   const BucketPlan& bucket_plan() const { return engine_->reducer()->plan(); }

@@ -487,8 +487,9 @@ void DdpEngine::set_runtime_logging_sample_rate(int sample_rate) {
   if (logger_) logger_->set_sample_rate(sample_rate);
 }
 
-std::shared_ptr<void> DdpEngine::with_full_buffers() const {
-  return std::make_shared<detail::LowPrecision::FullBuffers>(low_.get());
+bool DdpEngine::save_in_full(const torch::nn::Module& wrapper, torch::serialize::OutputArchive& archive) const {
+  if (low_) low_->save(wrapper, archive);
+  return low_ != nullptr;
 }
 
 DdpSnapshot DdpEngine::snapshot() const {

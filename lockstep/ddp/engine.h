@@ -23,6 +23,9 @@
 namespace torch::nn {
 class Module;
 }
+namespace torch::serialize {
+class OutputArchive;
+}
 
 namespace lockstep {
 
@@ -71,8 +74,8 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   std::optional<double> overlap_share() const;
   void set_runtime_logging_sample_rate(int sample_rate);
   DdpSnapshot snapshot() const;
-  /// While what it returns lives, buffers are in full precision.
-  [[nodiscard]] std::shared_ptr<void> with_full_buffers() const;
+  /// Writes `wrapper` in full precision, if something else would be written without this. False if not.
+  bool save_in_full(const torch::nn::Module& wrapper, torch::serialize::OutputArchive& archive) const;
 
   const DdpOptions& options() const { return options_; }
   const GroupPtr& group() const { return group_; }

@@ -2,6 +2,8 @@
 
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/nn/module.h>
+#include <torch/serialize/output-archive.h>
 
 #include "lockstep/base/str.h"
 
@@ -106,14 +108,30 @@ std::string LowPrecision::describe() const {
              ", buffer_dtype ", name_of(config_.buffer_dtype));
 }
 
-LowPrecision::FullBuffers::FullBuffers(const LowPrecision* precision) : precision_(precision) {
-  if (precision_ == nullptr) return;
-  for (const auto& [buffer, dtype] : precision_->buffers_) buffer.set_data(buffer.to(dtype));
+at::Tensor LowPrecision::in_full(const at::Tensor& tensor) const {
+  for (const auto& parameter : parameters_) {
+    if (is_low_ && parameter.tensor.is_same(tensor)) return parameter.full;
+  }
+  for (const auto& [buffer, dtype] : buffers_) {
+    if (buffer.is_same(tensor)) return buffer.to(dtype);
+  }
+  return tensor;
 }
 
-LowPrecision::FullBuffers::~FullBuffers() {
-  if (precision_ == nullptr) return;
-  for (const auto& [buffer, dtype] : precision_->buffers_) buffer.set_data(buffer.to(*precision_->config_.buffer_dtype));
+void LowPrecision::save(const torch::nn::Module& module, torch::serialize::OutputArchive& archive) const {
+  // Not by casting for the time of a call: an archive reads its tensors when it is written out.
+  for (const auto& parameter : module.named_parameters(/*recurse=*/false)) {
+    archive.write(parameter.key(), in_full(parameter.value()));
+  }
+  for (const auto& buffer : module.named_buffers(/*recurse=*/false)) {
+    archive.write(buffer.key(), in_full(buffer.value()), /*is_buffer=*/true);
+  }
+  for (const auto& child : module.named_children()) {
+    if (!child.value()->is_serializable()) continue;
+    torch::serialize::OutputArchive inner(archive.compilation_unit());
+    save(*child.value(), inner);
+    archive.write(child.key(), inner);
+  }
 }
 
 }  // namespace lockstep::detail

@@ -17,6 +17,10 @@
 #include "lockstep/ddp/options.h"
 #include "lockstep/ddp/reducer.h"
 
+namespace torch::serialize {
+class OutputArchive;
+}
+
 namespace lockstep::detail {
 
 class LowPrecision {
@@ -41,21 +45,13 @@ class LowPrecision {
   /// "param_dtype Half, reduce_dtype Float, buffer_dtype none".
   std::string describe() const;
 
-  /// Buffers have their first dtypes again while it lives; for saving.
-  class FullBuffers {
-   public:
-    explicit FullBuffers(const LowPrecision* precision);
-    ~FullBuffers();
-    FullBuffers(const FullBuffers&) = delete;
-    FullBuffers& operator=(const FullBuffers&) = delete;
-
-   private:
-    const LowPrecision* const precision_;
-  };
+  /// What torch::nn::Module::save() does, with everything in full precision.
+  void save(const torch::nn::Module& module, torch::serialize::OutputArchive& archive) const;
 
  private:
   FuturePtr reduce(GradBucket& bucket, const GroupPtr& group) const;
   void on_gradient(std::size_t index);
+  at::Tensor in_full(const at::Tensor& tensor) const;
 
   const MixedPrecision config_;
   struct Parameter {

@@ -147,7 +147,7 @@ LOCKSTEP_THREAD_TEST(DdpCommHook, FailuresNameBucketHookAndParameters, 2) {
 
 // DDP-60, DDP-62
 LOCKSTEP_THREAD_TEST(DdpCommHook, GetsSparseGradientsToo, 2) {
-  torch::nn::EmbeddingBag bag(torch::nn::EmbeddingBagOptions(10, 3).mode(at::kSum).sparse(true));
+  torch::nn::EmbeddingBag bag(torch::nn::EmbeddingBagOptions(10, 3).mode(torch::kSum).sparse(true));
   DistributedDataParallel ddp(seeded(bag), world.group());
   bool was_sparse = false;
   ddp.register_comm_hook([&](GradBucket& bucket) {

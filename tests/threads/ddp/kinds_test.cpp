@@ -1,0 +1,193 @@
+// Gradients that are not plain floats on one graph: sparse, complex, expanded; and SyncBatchNorm.
+#include "tests/ddp_models.h"
+
+namespace lockstep {
+namespace {
+
+using namespace ddp_models;
+using testing::expect_error;
+
+struct BagImpl : torch::nn::Module {
+  explicit BagImpl(bool sparse)
+      : bag(register_module("bag", torch::nn::EmbeddingBag(torch::nn::EmbeddingBagOptions(10, 3).mode(torch::kSum).sparse(sparse)))),
+        fc(register_module("fc", torch::nn::Linear(3, 2))) {}
+  at::Tensor forward(const at::Tensor& rows) {
+    return fc->forward(bag->forward(rows, at::tensor({0})));
+  }
+  torch::nn::EmbeddingBag bag;
+  torch::nn::Linear fc;
+};
+TORCH_MODULE(Bag);
+
+at::Tensor rows_of(const World& world, int step) {
+  return at::tensor({1, 2, world.rank() + 3 + step});
+}
+
+// DDP-60, DDP-17
+LOCKSTEP_THREAD_TEST(DdpSparse, EqualsTheDenseReference, 3) {
+  for (const bool as_view : {false, true}) {
+    for (const bool searches : {false, true}) {
+      const DdpOptions options{.find_unused_parameters = searches, .gradient_as_bucket_view = as_view};
+      const Warnings quiet;
+      DistributedDataParallel sparse(seeded(Bag(true)), world.group(), options);
+      DistributedDataParallel dense(seeded(Bag(false)), world.group(), options);
+      EXPECT_TRUE(sparse.bucket_plan().parameters()[0].expects_sparse_gradient);
+      for (int step = 0; step < 3; ++step) {
+        zero_grads(sparse);
+        zero_grads(dense);
+        sparse(rows_of(world, step)).pow(2).sum().backward();
+        dense(rows_of(world, step)).pow(2).sum().backward();
+        ASSERT_TRUE(sparse->bag->weight.grad().is_sparse());
+        EXPECT_TRUE(at::allclose(sparse->bag->weight.grad().to_dense(), dense->bag->weight.grad()));
+        EXPECT_TRUE(at::allclose(sparse->fc->weight.grad(), dense->fc->weight.grad()));
+      }
+    }
+  }
+}
+
+// DDP-61
+LOCKSTEP_THREAD_TEST(DdpSparse, MetadataMakesTheReductionDense, 2) {
+  DistributedDataParallel ddp(seeded(Bag(true)), world.group());
+  DistributedDataParallel dense(seeded(Bag(false)), world.group());
+  ddp.set_sparse_metadata({{"bag.weight", at::tensor({1, 2, 3, 4})}});
+  ddp(rows_of(world, 0)).pow(2).sum().backward();
+  dense(rows_of(world, 0)).pow(2).sum().backward();
+  EXPECT_TRUE(at::allclose(ddp->bag->weight.grad().to_dense(), dense->bag->weight.grad()));
+  // Good for one backward.
+  zero_grads(ddp);
+  zero_grads(dense);
+  ddp(rows_of(world, 4)).pow(2).sum().backward();
+  dense(rows_of(world, 4)).pow(2).sum().backward();
+  EXPECT_TRUE(at::allclose(ddp->bag->weight.grad().to_dense(), dense->bag->weight.grad()));
+  zero_grads(ddp);
+  ddp.set_sparse_metadata({{"other.weight", at::tensor({1})}});
+  const auto output = ddp(rows_of(world, 0)).sum();
+  expect_error([&] { output.backward(); }, {"'bag.weight'", "metadata"});
+}
+
+// DDP-60
+LOCKSTEP_THREAD_TEST(DdpSparse, OtherGradientsAreRefusedByName, 2) {
+  DistributedDataParallel ddp(seeded(Bag(true)), world.group());
+  const auto output = ddp(rows_of(world, 0)).sum() + ddp->bag->weight.sum();  // sparse + dense is dense
+  expect_error([&] { output.backward(); }, {"'bag.weight'", "dense"});
+  // The other way round: a sparse gradient where none is expected.
+  struct SneakyImpl : torch::nn::Module {
+    SneakyImpl() : table(register_parameter("table", at::ones({10, 3}))) {}
+    at::Tensor forward(const at::Tensor& rows) { return at::embedding(table, rows, -1, false, /*sparse=*/true); }
+    at::Tensor table;
+  };
+  DistributedDataParallel sneaky(std::make_shared<SneakyImpl>(), world.group());
+  const auto other = sneaky(rows_of(world, 0)).sum();
+  expect_error([&] { other.backward(); }, {"'table'", "sparse"});
+}
+
+struct WaveImpl : torch::nn::Module {
+  WaveImpl() : phase(register_parameter("phase", at::full({3, 2}, c10::complex<double>(1, 2), at::kComplexDouble))), real(register_parameter("real", at::ones({2}, at::kDouble))) {}
+  at::Tensor forward(const at::Tensor& input) { return at::abs(at::matmul(input, phase)) * real; }
+  at::Tensor phase;
+  at::Tensor real;
+};
+TORCH_MODULE(Wave);
+
+// DDP-28
+LOCKSTEP_THREAD_TEST(DdpKinds, ComplexParametersAreAveraged, 2) {
+  const auto input_for = [](int rank) { return at::full({1, 3}, c10::complex<double>(rank + 1, 1), at::kComplexDouble); };
+  std::vector<at::Tensor> expected(2);
+  for (int rank = 0; rank < 2; ++rank) {
+    Wave alone;
+    alone->forward(input_for(rank)).sum().backward();
+    for (int i = 0; i < 2; ++i) {
+      const auto half = alone->parameters()[i].grad() / 2;
+      expected[i] = rank == 0 ? half : expected[i] + half;
+    }
+  }
+  for (const bool as_view : {false, true}) {
+    DistributedDataParallel ddp(Wave(), world.group(), {.gradient_as_bucket_view = as_view});
+    for (int step = 0; step < 3; ++step) {
+      zero_grads(ddp);
+      ddp(input_for(world.rank())).sum().backward();
+      EXPECT_TRUE(at::allclose(ddp->phase.grad(), expected[0]));
+      EXPECT_TRUE(at::allclose(ddp->real.grad(), expected[1]));
+    }
+  }
+}
+
+/// Parameters of several dtypes, one of them with strides that overlap.
+struct OddImpl : torch::nn::Module {
+  OddImpl()
+      : half(register_parameter("half", at::ones({3}, at::kHalf))),
+        wide(register_parameter("wide", at::ones({3}, at::kDouble))),
+        expanded(register_parameter("expanded", at::ones({1, 3}).expand({2, 3}))) {}
+  at::Tensor forward(const at::Tensor& input) {
+    return (input * half.to(at::kFloat) + input * wide.to(at::kFloat)).sum() + (expanded * input).sum();
+  }
+  at::Tensor half;
+  at::Tensor wide;
+  at::Tensor expanded;
+};
+TORCH_MODULE(Odd);
+
+// DDP-24, DDP-28
+LOCKSTEP_THREAD_TEST(DdpKinds, DtypesGoInBucketsOfTheirOwn, 2) {
+  DistributedDataParallel ddp(Odd(), world.group(), {.init_sync = false});
+  EXPECT_EQ(ddp.bucket_plan().buckets().size(), 3U);
+  for (int step = 0; step < 2; ++step) {
+    zero_grads(ddp);
+    ddp(at::full({3}, world.rank() + 1.0)).backward();
+    EXPECT_TRUE(at::equal(ddp->half.grad(), at::full({3}, 1.5, at::kHalf)));
+    EXPECT_TRUE(at::equal(ddp->wide.grad(), at::full({3}, 1.5, at::kDouble)));
+    EXPECT_TRUE(at::equal(ddp->expanded.grad(), at::full({2, 3}, 1.5)));
+  }
+}
+
+class SyncBatchNormRanks : public ::testing::TestWithParam<int> {};
+
+// One process with the whole batch is what it must equal, also with different batches per rank.
+TEST_P(SyncBatchNormRanks, EqualBatchNormOverTheWholeBatch) {
+  const auto whole = at::randn({12, 4, 3}, at::detail::createCPUGenerator(5), at::TensorOptions()) * 3 + 1;
+  const auto weights = at::randn({12, 4, 3}, at::detail::createCPUGenerator(6), at::TensorOptions());
+  auto reference = seeded(torch::nn::BatchNorm1d(4));
+  std::vector<at::Tensor> outputs;
+  std::vector<at::Tensor> input_gradients;
+  for (int step = 0; step < 2; ++step) {
+    const auto input = (whole + step).requires_grad_();
+    outputs.push_back(reference->forward(input));
+    (outputs.back() * weights).sum().backward();
+    input_gradients.push_back(input.grad());
+  }
+  testing::run_threads_in_gtest({.world_size = GetParam()}, [&](const World& world) {
+    // 1, 2, 3, … rows and the rest for the last.
+    const int64_t begin = world.rank() * (world.rank() + 1) / 2;
+    const int64_t rows = world.rank() + 1 < world.world_size() ? world.rank() + 1 : 12 - begin;
+    auto layer = SyncBatchNorm(torch::nn::BatchNormOptions(4));
+    seeded(layer);
+    for (int step = 0; step < 2; ++step) {
+      const auto input = (whole + step).narrow(0, begin, rows).clone().requires_grad_();
+      const auto output = layer->forward(input);
+      EXPECT_TRUE(at::allclose(output, outputs[step].narrow(0, begin, rows), 1e-4, 1e-5));
+      (output * weights.narrow(0, begin, rows)).sum().backward();
+      EXPECT_TRUE(at::allclose(input.grad(), input_gradients[step].narrow(0, begin, rows), 1e-3, 1e-5));
+    }
+    EXPECT_TRUE(at::allclose(layer->running_mean, reference->running_mean));
+    EXPECT_TRUE(at::allclose(layer->running_var, reference->running_var));
+    EXPECT_EQ(layer->num_batches_tracked.item<int64_t>(), 2);
+    auto gradient = layer->weight.grad().clone();
+    all_reduce(gradient, world.group());
+    EXPECT_TRUE(at::allclose(gradient, reference->weight.grad(), 1e-3, 1e-4));
+    layer->eval();
+    EXPECT_TRUE(layer->forward(whole).defined());
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Worlds, SyncBatchNormRanks, ::testing::Values(1, 2, 3));
+
+// DDP-99
+LOCKSTEP_THREAD_TEST(DdpKinds, SyncBatchNormInACpuModuleIsRefusedByName, 2) {
+  struct NormedImpl : MlpImpl {
+    NormedImpl() : MlpImpl({4, 2}) { register_module("norm", SyncBatchNorm(2)); }
+  };
+  expect_error([&] { DistributedDataParallel(std::make_shared<NormedImpl>(), world.group()); }, {"'norm'", "SyncBatchNorm"});
+}
+
+}  // namespace
+}  // namespace lockstep

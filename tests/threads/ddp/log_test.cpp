@@ -1,0 +1,218 @@
+// What a wrapper says about itself, what of it can be saved, and how it goes on with another group.
+#include <torch/csrc/distributed/c10d/debug.h>
+
+#include "lockstep/ddp/logger.h"
+#include "tests/ddp_models.h"
+
+namespace lockstep {
+namespace {
+
+using namespace ddp_models;
+using testing::expect_error;
+
+at::Tensor input_of(const World& world) {
+  return at::full({2, 4}, world.rank() + 1.0);
+}
+
+// DDP-102, DDP-104, DDP-105
+LOCKSTEP_THREAD_TEST(DdpLog, HasEveryKeyAtConstruction, 2) {
+  DistributedDataParallel ddp(mlp({4, 3}), world.group(), {.bucket_cap_mb = 2, .find_unused_parameters = true});
+  const auto data = ddp.get_ddp_logging_data();
+  const auto& texts = data.strs_map;
+  EXPECT_NE(texts.at("module_name").find("Mlp"), std::string::npos);
+  EXPECT_EQ(texts.at("device_ids"), "");
+  EXPECT_EQ(texts.at("dtypes"), "float");
+  EXPECT_EQ(texts.at("backend_name"), "threads");
+  EXPECT_EQ(texts.at("bucket_sizes"), "60");
+  EXPECT_EQ(texts.at("comm_hook"), "");
+  EXPECT_EQ(texts.at("error"), "");
+  for (const char* key : {"master_addr", "master_port", "cuda_visible_devices", "torch_distributed_debug",
+                          "gloo_socket_ifname", "gloo_device_transport"}) {
+    EXPECT_TRUE(texts.contains(key)) << key;
+  }
+  const std::map<std::string, int64_t> expected = {{"world_size", 2},
+                                                   {"rank", world.rank()},
+                                                   {"iteration", 0},
+                                                   {"num_parameter_tensors", 2},
+                                                   {"total_parameter_size_bytes", 60},
+                                                   {"is_multi_device_module", 0},
+                                                   {"output_device", -1},
+                                                   {"has_sync_bn", 0},
+                                                   {"broadcast_buffers", 1},
+                                                   {"bucket_cap_bytes", 2 << 20},
+                                                   {"find_unused_parameters", 1},
+                                                   {"gradient_as_bucket_view", 0},
+                                                   {"static_graph", 0},
+                                                   {"has_error", 0},
+                                                   {"join_uneven_inputs", 0},
+                                                   {"can_set_static_graph", 0},
+                                                   {"has_rebuilt_buckets", 0},
+                                                   {"unused_parameter_size", 0},
+                                                   {"num_buckets_reduced", 0}};
+  for (const auto& [key, value] : expected) EXPECT_EQ(data.ints_map.at(key), value) << key;
+  EXPECT_TRUE(data.ints_map.contains("gloo_num_threads"));
+}
+
+// DDP-103, DDP-106
+LOCKSTEP_THREAD_TEST(DdpLog, TellsOfTheLastStepAtTheNextForward, 2) {
+  DistributedDataParallel ddp(mlp({4, 4, 3}), world.group());
+  for (int step = 0; step < 3; ++step) ddp(input_of(world)).sum().backward();
+  const auto data = ddp.get_ddp_logging_data();
+  EXPECT_EQ(data.ints_map.at("iteration"), 2);
+  EXPECT_EQ(data.ints_map.at("has_rebuilt_buckets"), 1);
+  EXPECT_EQ(data.strs_map.at("rebuilt_bucket_sizes"), "140");
+  const auto& order = data.strs_map.at("prev_iteration_grad_ready_order_indices");
+  EXPECT_EQ(order.size(), std::string("2, 3, 0, 1").size());
+  std::string flat = order;
+  std::erase(flat, ',');
+  EXPECT_EQ(data.strs_map.at("rebuilt_per_bucket_param_indices"), flat);
+  for (const char* key : {"forward_compute_time", "backward_compute_time", "backward_comm_time"}) {
+    EXPECT_GT(data.ints_map.at(key), 0) << key;
+    EXPECT_GT(data.ints_map.at(std::string("avg_") + key), 0) << key;
+  }
+  EXPECT_GE(data.ints_map.at("backward_compute_comm_overlap_time"), 0);
+  EXPECT_LE(data.ints_map.at("backward_compute_comm_overlap_time"), data.ints_map.at("backward_comm_time"));
+  EXPECT_LT(data.ints_map.at("forward_compute_time_start"), data.ints_map.at("backward_compute_time_start"));
+  EXPECT_LE(data.ints_map.at("backward_compute_time_end"), data.ints_map.at("backward_comm_time_end"));
+  EXPECT_LT(data.ints_map.at("backward_comm_time_start"), data.ints_map.at("backward_comm_time_end"));
+}
+
+// DDP-107
+TEST(DdpLogSink, IsSentSamples) {
+  std::vector<int64_t> sent;
+  c10::SetPyTorchDDPUsageLogger([&](const c10::DDPLoggingData& data) { sent.push_back(data.ints_map.at("iteration")); });
+  testing::run_threads_in_gtest({.world_size = 1}, [&](const World& world) {
+    {
+      DistributedDataParallel ddp(mlp({4, 3}), world.group());
+      expect_error([&] { ddp.set_ddp_runtime_logging_sample_rate(0); }, {"sample rate", "0"});
+      ddp.set_ddp_runtime_logging_sample_rate(5);
+      for (int step = 0; step < 71; ++step) ddp(input_of(world)).sum().backward();
+      EXPECT_EQ(ddp.get_ddp_logging_data().ints_map.at("iteration"), 70);
+    }
+    // At construction; the tenth sample is step 10, the twentieth step 60; at the end of life.
+    EXPECT_EQ(sent, (std::vector<int64_t>{0, 10, 60, 70}));
+  });
+  c10::SetPyTorchDDPUsageLogger([](const c10::DDPLoggingData&) {});
+}
+
+// DDP-20, DDP-108
+LOCKSTEP_THREAD_TEST(DdpDebug, NoticesChangedParameters, 1) {
+  c10d::setDebugLevel(c10d::DebugLevel::Info);
+  const auto restore = std::shared_ptr<void>(nullptr, [](void*) { c10d::setDebugLevel(c10d::DebugLevel::Off); });
+  const auto changed = [&](const std::function<void(Mlp&)>& change, const std::vector<std::string>& words) {
+    auto module = mlp({4, 3, 2});
+    DistributedDataParallel ddp(module, world.group());
+    ddp(random_batch(1, 4, 1)).sum().backward();
+    change(module);
+    expect_error([&] { ddp(random_batch(1, 4, 1)); }, words);
+  };
+  changed([](Mlp& module) { module->register_parameter("extra", at::ones({2})); }, {"'extra'", "added"});
+  changed([](Mlp& module) { module->layers[0]->weight.set_requires_grad(false); }, {"'layer0.weight'", "removed"});
+  changed([](Mlp& module) { module->layers[0]->bias.set_data(at::ones({3}, at::kDouble)); }, {"'layer0.bias'", "changed"});
+  changed([](Mlp& module) { module->unregister_module("layer1"); }, {"'layer1.weight'", "removed"});
+}
+
+// DDP-109, DDP-110
+TEST(DdpEnvironment, DumpsEveryVariable) {
+  ::setenv("NCCL_ALGO", "Ring", 1);
+  const auto text = detail::relevant_environment();
+  ::unsetenv("NCCL_ALGO");
+  EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 47);
+  EXPECT_NE(text.find("env:NCCL_ALGO=Ring\n"), std::string::npos);
+  EXPECT_NE(text.find("env:NCCL_TOPO_FILE=N/A\n"), std::string::npos);
+}
+
+// DDP-111
+LOCKSTEP_THREAD_TEST(DdpSnapshot, KeepsSettingsAndBuckets, 2) {
+  DdpOptions options{.bucket_cap_mb = 0, .gradient_as_bucket_view = true};
+  options.process_group = world.group();
+  options.mixed_precision = MixedPrecision{.param_dtype = at::kBFloat16};
+  options.params_and_buffers_to_ignore = {"some.buffer"};
+  std::string text;
+  std::vector<PlannedBucket> buckets;
+  {
+    DistributedDataParallel ddp(mlp({4, 3, 2}), options);
+    for (int step = 0; step < 2; ++step) ddp(input_of(world)).sum().backward();
+    buckets = ddp.bucket_plan().buckets();
+    EXPECT_EQ(buckets.size(), 4U);
+    text = ddp.snapshot().to_string();
+  }
+  const auto snapshot = DdpSnapshot::from_string(text);
+  EXPECT_EQ(snapshot.to_string(), text);
+  EXPECT_EQ(snapshot.options.bucket_cap_mb, 0);
+  EXPECT_TRUE(snapshot.options.gradient_as_bucket_view);
+  EXPECT_TRUE(snapshot.require_backward_grad_sync);
+  EXPECT_EQ(snapshot.options.mixed_precision->param_dtype, at::kBFloat16);
+  EXPECT_FALSE(snapshot.options.mixed_precision->reduce_dtype);
+  DistributedDataParallel again(mlp({4, 3, 2}), world.group(), snapshot.options);
+  EXPECT_EQ(again.bucket_plan().buckets(), buckets);
+  for (int step = 0; step < 2; ++step) again(input_of(world)).sum().backward();
+  EXPECT_EQ(again.bucket_plan().buckets(), buckets) << "a loaded layout is not rebuilt";
+}
+
+// DDP-111, DDP-112
+LOCKSTEP_THREAD_TEST(DdpSnapshot, RefusesWhatDoesNotFit, 2) {
+  DistributedDataParallel ddp(mlp({4, 3}), world.group());
+  auto options = ddp.snapshot().options;
+  expect_error([&] { DistributedDataParallel(mlp({4, 2}), world.group(), options); }, {"layer0.weight", "[3,4]", "[2,4]"});
+  expect_error([&] { DistributedDataParallel(mlp({4, 3, 2}), world.group(), options); }, {"'layer1.weight'", "in no bucket"});
+  if (world.rank() == 1) options.bucket_plan += " ";
+  expect_error([&] { DistributedDataParallel(mlp({4, 3}), world.group(), options); }, {"bucket plan", "rank 1"});
+  // Flags that an older file has not are true.
+  EXPECT_TRUE(DdpSnapshot::from_string("lockstep ddp snapshot 1\n").require_forward_param_sync);
+  expect_error([] { DdpSnapshot::from_string("something else"); }, {"no saved wrapper"});
+  expect_error([] { DdpSnapshot::from_string("lockstep ddp snapshot 1\nno_such_key 1\n"); }, {"no_such_key"});
+  static_assert(!std::is_copy_constructible_v<DistributedDataParallel<Mlp>>);
+  barrier(world.group());
+}
+
+// DDP-98
+LOCKSTEP_THREAD_TEST(DdpElastic, GoesOnWithFewerAndMoreRanks, 3) {
+  DistributedDataParallel ddp(mlp({4, 3}), world.group());
+  const auto mean = [&] {
+    zero_grads(ddp);
+    ddp(at::full({1, 4}, world.rank() + 1.0)).sum().backward();
+    return ddp->layers[0]->weight.grad()[0][0].item<float>();
+  };
+  for (int step = 0; step < 2; ++step) EXPECT_FLOAT_EQ(mean(), 2);
+  const auto two = new_group(world.group(), {0, 2});
+  ddp.update_process_group(two);
+  if (world.rank() == 1) {
+    EXPECT_EQ(ddp.process_group()->getSize(), 3);
+  } else {
+    EXPECT_FALSE(ddp.engine().reducer()->has_rebuilt_buckets());
+    // A step that fails half way is forgotten with the group it failed on.
+    for (int step = 0; step < 2; ++step) EXPECT_FLOAT_EQ(mean(), 2);
+    EXPECT_TRUE(ddp.engine().reducer()->has_rebuilt_buckets());
+    ddp(at::ones({1, 4}));
+  }
+  ddp.update_process_group(world.group());
+  for (int step = 0; step < 3; ++step) EXPECT_FLOAT_EQ(mean(), 2);
+}
+
+struct OuterImpl : torch::nn::Module {
+  explicit OuterImpl(const GroupPtr& group)
+      : inner(std::make_shared<DistributedDataParallel<Mlp>>(mlp({4, 4}), group)), fc(register_module("fc", torch::nn::Linear(4, 2))) {}
+  at::Tensor forward(const at::Tensor& input) {
+    seen.push_back(active_ddp());
+    const auto hidden = inner->forward(input);
+    seen.push_back(active_ddp());
+    return fc->forward(hidden);
+  }
+  std::shared_ptr<DistributedDataParallel<Mlp>> inner;
+  torch::nn::Linear fc;
+  std::vector<DdpEngine*> seen;
+};
+
+// DDP-100
+LOCKSTEP_THREAD_TEST(DdpMarker, NamesTheInnermostWrapper, 1) {
+  auto module = std::make_shared<OuterImpl>(world.group());
+  DistributedDataParallel ddp(module, world.group());
+  EXPECT_EQ(active_ddp(), nullptr);
+  ddp(random_batch(1, 4, 1));
+  EXPECT_EQ(module->seen, (std::vector<DdpEngine*>{&ddp.engine(), &ddp.engine()}));
+  EXPECT_EQ(active_ddp(), nullptr);
+}
+
+}  // namespace
+}  // namespace lockstep

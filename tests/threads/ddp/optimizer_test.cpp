@@ -1,0 +1,182 @@
+// Optimizers that step in backward, gradients that are reduced late, and gradients reduced one by one.
+#include "tests/ddp_models.h"
+
+namespace lockstep {
+namespace {
+
+using namespace ddp_models;
+using testing::expect_error;
+using testing::Recorder;
+
+OptimizerPtr make_sgd(std::vector<at::Tensor> parameters) {
+  return std::make_shared<torch::optim::SGD>(std::move(parameters), torch::optim::SGDOptions(0.1).momentum(0.9));
+}
+
+/// Parameters after some steps of one process with the whole batch.
+std::vector<at::Tensor> trained(const std::vector<int64_t>& sizes, const at::Tensor& batch, int steps) {
+  auto model = mlp(sizes);
+  const auto optimizer = make_sgd(model->parameters());
+  for (int step = 0; step < steps; ++step) {
+    optimizer->zero_grad();
+    model->forward(batch).pow(2).mean().backward();
+    optimizer->step();
+  }
+  return model->parameters();
+}
+
+// DDP-86
+TEST(OptimizerInBackward, StepsWhenTheGradientIsThereAndDropsIt) {
+  const auto batch = random_batch(6, 4, 2);
+  auto model = mlp({4, 3, 2});
+  apply_optimizer_in_backward(make_sgd, model->parameters());
+  for (int step = 0; step < 3; ++step) {
+    model->forward(batch).pow(2).mean().backward();
+    for (const auto& parameter : model->parameters()) EXPECT_FALSE(parameter.grad().defined());
+  }
+  expect_close(model->parameters(), trained({4, 3, 2}, batch, 3));
+  EXPECT_EQ(get_in_backward_optimizers(model->parameters()).size(), 4U);
+  // Several per parameter step one after the other.
+  apply_optimizer_in_backward(make_sgd, {model->layers[0]->bias});
+  EXPECT_EQ(get_in_backward_optimizers({model->layers[0]->bias}).size(), 2U);
+  remove_optimizers_in_backward(model->parameters());
+  model->forward(batch).pow(2).mean().backward();
+  EXPECT_TRUE(model->layers[0]->bias.grad().defined());
+}
+
+// DDP-87, DDP-88
+LOCKSTEP_THREAD_TEST(DdpOptimizerInBackward, StepsWithTheMean, 2) {
+  const auto batch = random_batch(8, 4, 2);
+  for (const bool as_view : {false, true}) {
+    auto model = mlp({4, 3, 2});
+    const std::vector<at::Tensor> some = {model->layers[0]->weight, model->layers[1]->bias};
+    apply_optimizer_in_backward(make_sgd, some);
+    DistributedDataParallel ddp(model, world.group(), {.bucket_cap_mb = 0, .gradient_as_bucket_view = as_view});
+    torch::optim::SGD others({model->layers[0]->bias, model->layers[1]->weight},
+                             torch::optim::SGDOptions(0.1).momentum(0.9));
+    for (int step = 0; step < 4; ++step) {
+      others.zero_grad();
+      ddp(my_rows(batch, world)).pow(2).mean().backward();
+      for (const auto& parameter : some) EXPECT_FALSE(parameter.grad().defined());
+      others.step();
+    }
+    expect_close(model->parameters(), trained({4, 3, 2}, batch, 4));
+    expect_error([&] { ddp.register_comm_hook([](GradBucket& b) { return completed_future(b.buffer()); }); },
+                 {"steps in backward"});
+    expect_error([&] { const auto guard = ddp.no_sync(); }, {"no_sync", "steps in every backward"});
+    remove_optimizers_in_backward(some);
+  }
+}
+
+// DDP-88: a parameter nobody used is not stepped, though its optimizer has momentum.
+LOCKSTEP_THREAD_TEST(DdpOptimizerInBackward, LeavesUnusedParametersAlone, 2) {
+  auto model = seeded(Branchy());
+  apply_optimizer_in_backward(make_sgd, model->parameters());
+  DistributedDataParallel ddp(model, world.group(), {.find_unused_parameters = true});
+  const auto input = random_batch(2, 4, world.rank());
+  ddp(input, true, true).sum().backward();
+  const auto right = model->right->weight.clone();
+  const auto left = model->left->weight.clone();
+  ddp(input, true, false).sum().backward();
+  EXPECT_TRUE(at::equal(model->right->weight, right));
+  EXPECT_FALSE(at::equal(model->left->weight, left));
+  remove_optimizers_in_backward(model->parameters());
+}
+
+// DDP-89
+LOCKSTEP_THREAD_TEST(DdpFusedOptimizer, EqualsAStepAfterBackward, 2) {
+  const auto batch = random_batch(8, 4, 2);
+  DistributedDataParallel ddp(mlp({4, 3, 2}), world.group());
+  ddp.register_fused_optim(make_sgd);
+  for (int step = 0; step < 4; ++step) ddp(my_rows(batch, world)).pow(2).mean().backward();
+  expect_close(ddp.parameters(), trained({4, 3, 2}, batch, 4));
+  expect_error([&] { ddp.register_fused_optim(make_sgd); }, {"already"});
+  expect_error([&] { const auto guard = ddp.no_sync(); }, {"no_sync"});
+  DistributedDataParallel hooked(mlp({4, 2}), world.group());
+  hooked.register_comm_hook([](GradBucket& b) { return completed_future(b.buffer()); }, "mine");
+  expect_error([&] { hooked.register_fused_optim(make_sgd); }, {"'mine'"});
+  DistributedDataParallel subset(mlp({4, 2}), world.group());
+  expect_error([&] { subset.register_fused_optim([](auto) { return OptimizerPtr(); }); }, {"'layer0.weight'", "no optimizer"});
+  subset.register_fused_optim(make_sgd, {subset->layers[0]->bias});
+  subset(random_batch(1, 4, 1)).sum().backward();
+  EXPECT_FALSE(subset->layers[0]->bias.grad().defined());
+  EXPECT_TRUE(subset->layers[0]->weight.grad().defined());
+}
+
+// DDP-90, DDP-91
+LOCKSTEP_THREAD_TEST(DdpDelayed, ReducesNamedParametersAtTheTrigger, 2) {
+  auto model = mlp({4, 3, 2}, world.rank());
+  const NamedTensors delayed = {{"layer1.weight", model->layers[1]->weight}, {"layer1.bias", model->layers[1]->bias}};
+  DistributedDataParallel ddp(model, world.group(),
+                              {.delay_all_reduce_named_params = delayed,
+                               .param_to_hook_all_reduce = model->layers[0]->weight});
+  EXPECT_EQ(ddp.bucket_plan().parameters().size(), 2U);
+  testing::check_equal("copied from rank 0", model->layers[1]->weight, mlp({4, 3, 2}, 0)->layers[1]->weight);
+  const auto batch = random_batch(8, 4, 2);
+  auto reference = mlp({4, 3, 2}, 0);
+  reference->forward(batch).pow(2).mean().backward();
+  for (int step = 0; step < 3; ++step) {
+    step % 2 == 0 ? zero_grads(ddp) : ddp.zero_grad(false);
+    Recorder recorder;
+    ddp(my_rows(batch, world)).pow(2).mean().backward();
+    expect_close(gradients_of(*model), gradients_of(*reference));
+    EXPECT_TRUE(model->layers[1]->weight.grad().is_alias_of(model->layers[1]->bias.grad())) << "one buffer";
+  }
+}
+
+// DDP-92
+LOCKSTEP_THREAD_TEST(DdpDelayed, MayConcernAllParameters, 2) {
+  auto model = mlp({4, 2});
+  const NamedTensors delayed = {{"layer0.weight", model->layers[0]->weight}, {"layer0.bias", model->layers[0]->bias}};
+  DistributedDataParallel ddp(model, world.group(),
+                              {.delay_all_reduce_named_params = delayed,
+                               .param_to_hook_all_reduce = model->layers[0]->weight});
+  EXPECT_EQ(ddp.engine().reducer(), nullptr);
+  // The trigger's own gradient is accumulated after its hook, so it is reduced with the next step's; the other is there.
+  for (int step = 0; step < 2; ++step) {
+    zero_grads(ddp);
+    ddp(at::full({1, 4}, world.rank() + 1.0)).sum().backward();
+    EXPECT_TRUE(model->layers[0]->bias.grad().defined());
+  }
+  auto other = mlp({4, 2});
+  expect_error([&] {
+    DistributedDataParallel(model, world.group(),
+                            {.delay_all_reduce_named_params = delayed, .param_to_hook_all_reduce = other->layers[0]->weight});
+  }, {"no parameter of the module"});
+}
+
+// DDP-101
+LOCKSTEP_THREAD_TEST(DdpPerParameter, EqualsBuckets, 3) {
+  const auto batch = random_batch(12, 4, 2);
+  auto reference = mlp({4, 3, 2});
+  reference->forward(batch).pow(2).mean().backward();
+  DistributedDataParallel ddp(mlp({4, 3, 2}), world.group(), {.per_parameter = true});
+  for (int step = 0; step < 2; ++step) {
+    zero_grads(ddp);
+    Recorder recorder;
+    ddp(my_rows(batch, world)).pow(2).mean().backward();
+    testing::expect_count(recorder.events("launch"), "all_reduce", 4);
+    expect_close(gradients_of(ddp), gradients_of(*reference));
+  }
+  zero_grads(ddp);
+  {
+    Recorder recorder;
+    const auto guard = ddp.no_sync();
+    ddp(my_rows(batch, world)).pow(2).mean().backward();
+    EXPECT_TRUE(recorder.events("launch").empty());
+  }
+  zero_grads(ddp);
+  std::size_t calls = 0;
+  ddp.register_parameter_hook([&](at::Tensor& gradient, const at::Tensor& parameter) {
+    EXPECT_EQ(gradient.sizes(), parameter.sizes());
+    gradient.fill_(7);
+    ++calls;
+  });
+  ddp(my_rows(batch, world)).pow(2).mean().backward();
+  EXPECT_EQ(calls, 4U);
+  EXPECT_TRUE((ddp->layers[0]->bias.grad() == 7).all().item<bool>());
+  expect_error([&] { DistributedDataParallel(mlp({4, 2}), world.group(), {.bucket_cap_mb = 1, .per_parameter = true}); },
+               {"per_parameter", "bucket_cap_mb"});
+}
+
+}  // namespace
+}  // namespace lockstep
