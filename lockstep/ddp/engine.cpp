@@ -112,8 +112,8 @@ DdpEngine::DdpEngine(std::shared_ptr<torch::nn::Module> module, const DdpOptions
   if (managed_.tensors.empty()) {
     LOG(INFO) << "[lockstep/ddp] the reduction of all parameters is delayed";
   } else if (options_.per_parameter) {
-    per_parameter_ = std::make_unique<detail::PerParameterReduction>(managed_.tensors, group_,
-                                                                     [this] { return is_sync_enabled_; });
+    per_parameter_ =
+        std::make_unique<detail::PerParameterReduction>(managed_.tensors, group_, [this] { return is_sync_enabled_; });
   } else {
     make_reducer();
   }
@@ -401,8 +401,8 @@ void DdpEngine::set_static_graph() {
 }
 
 void DdpEngine::set_sync_enabled(bool is_enabled) {
-  TORCH_CHECK(is_enabled || steps_in_backward_by_.empty(), "[lockstep/ddp] no_sync cannot be used: ",
-              steps_in_backward_by_, " steps in every backward");
+  TORCH_CHECK(is_enabled || steps_in_backward_by_.empty(),
+              "[lockstep/ddp] no_sync cannot be used: ", steps_in_backward_by_, " steps in every backward");
   is_sync_enabled_ = is_enabled;
 }
 

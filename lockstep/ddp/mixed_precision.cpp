@@ -40,8 +40,8 @@ LowPrecision::~LowPrecision() {
 void LowPrecision::attach(const std::shared_ptr<Reducer>& reducer, const GroupPtr& group) {
   reducer_ = reducer;
   managed_ = reducer->parameters();
-  reducer->register_comm_hook({.name = "mixed precision",
-                               .run = [this, group](GradBucket& bucket) { return reduce(bucket, group); }});
+  reducer->register_comm_hook(
+      {.name = "mixed precision", .run = [this, group](GradBucket& bucket) { return reduce(bucket, group); }});
   reducer->set_finish_listener([this] { restore(); });
   if (!config_.param_dtype) return;
   // Its own hooks are those of full-precision accumulators, which never run.

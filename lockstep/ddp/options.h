@@ -58,7 +58,8 @@ struct DdpOptions {
   std::optional<MixedPrecision> mixed_precision = std::nullopt;
   /// Dotted names of parameters and buffers to leave alone, besides those that were set for the module.
   std::set<std::string> params_and_buffers_to_ignore = {};
-  /// The buckets to begin with, as BucketPlan::save() wrote them, the same on all ranks. Empty: learnt in the first step.
+  /// The buckets to begin with, as BucketPlan::save() wrote them, the same on all ranks. Empty: learnt in the first
+  /// step.
   std::string bucket_plan = "";
   /// No buckets: each gradient is reduced on its own when it is there.
   bool per_parameter = false;

@@ -48,7 +48,8 @@ std::vector<at::Tensor> pass_through_sink(const std::vector<at::Tensor>& tensors
     places.push_back(i);
   }
   if (through.empty() || !c10::GradMode::is_enabled()) return results;
-  const auto passed = DdpSink::apply(c10::make_intrusive<Callback>(std::move(on_backward)), clones, at::TensorList(through));
+  const auto passed =
+      DdpSink::apply(c10::make_intrusive<Callback>(std::move(on_backward)), clones, at::TensorList(through));
   for (std::size_t i = 0; i < places.size(); ++i) results[places[i]] = passed[i];
   return results;
 }

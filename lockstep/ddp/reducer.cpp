@@ -253,7 +253,8 @@ void Reducer::launch(detail::Bucket& bucket) {
     return;
   }
   if (!times_.stamp(Mark::kBackwardCommStart)) times_.record(Mark::kBackwardCommStart);
-  if (is_observed()) note("bucket", str("bucket ", bucket.index()), "launch", bucket.is_sparse() ? 0 : bucket.buffer().nbytes());
+  if (is_observed())
+    note("bucket", str("bucket ", bucket.index()), "launch", bucket.is_sparse() ? 0 : bucket.buffer().nbytes());
   ++buckets_reduced_;
   if (!hook_ && !bucket.is_sparse()) {
     bucket.reduction = launch_all_reduce(bucket.buffer(), group_);

@@ -87,8 +87,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void set_divisor(double divisor);
   /// As set_divisor, with a number that is known later: asked for when the first gradient is there.
   void set_divisor_source(std::function<double()> source);
-  /// Offered every reduced gradient before it is written: if it returns true, it has used it up and .grad is left alone.
-  /// Called in plan order at the end of backward, while later buckets may still be on their way.
+  /// Offered every reduced gradient before it is written: if it returns true, it has used it up and .grad is left
+  /// alone. Called in plan order at the end of backward, while later buckets may still be on their way.
   using Consumer = std::function<bool(std::size_t index, const at::Tensor& gradient)>;
   void set_consumer(Consumer consumer);
   /// Told when a backward's gradients are all written.

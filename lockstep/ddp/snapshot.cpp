@@ -65,11 +65,12 @@ MixedPrecision& precision_of(DdpSnapshot& snapshot) {
 
 template <class Member>
 Field precision(Member member) {
-  return {[member](const DdpSnapshot& snapshot) {
-            const auto& config = snapshot.options.mixed_precision;
-            return config && (*config).*member ? std::vector{text_of(*((*config).*member))} : std::vector<std::string>{};
-          },
-          [member](DdpSnapshot& snapshot, const std::string& text) { precision_of(snapshot).*member = dtype_of(text); }};
+  return {
+      [member](const DdpSnapshot& snapshot) {
+        const auto& config = snapshot.options.mixed_precision;
+        return config && (*config).*member ? std::vector{text_of(*((*config).*member))} : std::vector<std::string>{};
+      },
+      [member](DdpSnapshot& snapshot, const std::string& text) { precision_of(snapshot).*member = dtype_of(text); }};
 }
 
 const std::map<std::string, Field>& fields() {
@@ -139,8 +140,8 @@ DdpSnapshot DdpSnapshot::from_string(const std::string& text) {
     }
     const auto space = line.find(' ');
     const auto found = fields().find(line.substr(0, space));
-    TORCH_CHECK(space != std::string::npos && found != fields().end(), "[lockstep/ddp] snapshot: cannot read the line '",
-                line, "'");
+    TORCH_CHECK(space != std::string::npos && found != fields().end(),
+                "[lockstep/ddp] snapshot: cannot read the line '", line, "'");
     found->second.read(snapshot, line.substr(space + 1));
   }
   return snapshot;

@@ -9,7 +9,8 @@ using testing::expect_error;
 using testing::Recorder;
 
 struct NormedImpl : torch::nn::Module {
-  NormedImpl() : norm(register_module("norm", torch::nn::BatchNorm1d(4))), fc(register_module("fc", torch::nn::Linear(4, 2))) {}
+  NormedImpl()
+      : norm(register_module("norm", torch::nn::BatchNorm1d(4))), fc(register_module("fc", torch::nn::Linear(4, 2))) {}
   at::Tensor forward(const at::Tensor& input) { return fc->forward(norm->forward(input)); }
   torch::nn::BatchNorm1d norm;
   torch::nn::Linear fc;

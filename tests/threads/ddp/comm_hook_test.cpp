@@ -137,11 +137,13 @@ LOCKSTEP_THREAD_TEST(DdpCommHook, FailuresNameBucketHookAndParameters, 2) {
   failing([](GradBucket& bucket) { return completed_future(bucket.buffer().narrow(0, 0, 3)); }, {"3 elements", "15"});
   failing([](GradBucket&) -> FuturePtr { throw std::runtime_error("no luck"); }, {"no luck"});
   failing([](GradBucket&) -> FuturePtr { return nullptr; }, {"no future"});
-  failing([](GradBucket&) {
-    auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
-    future->setError(std::make_exception_ptr(std::runtime_error("later no luck")));
-    return future;
-  }, {"later no luck"});
+  failing(
+      [](GradBucket&) {
+        auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+        future->setError(std::make_exception_ptr(std::runtime_error("later no luck")));
+        return future;
+      },
+      {"later no luck"});
   barrier(world.group());
 }
 

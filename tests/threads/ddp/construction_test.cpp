@@ -51,13 +51,14 @@ LOCKSTEP_THREAD_TEST(DdpConstruction, RefusesModulesWithoutAnythingToReduce, 2) 
 
 // DDP-3
 LOCKSTEP_THREAD_TEST(DdpConstruction, RefusesDeviceIdsForCpuModules, 2) {
-  expect_error([&] { DistributedDataParallel(mlp({3, 2}), world.group(), {.device_ids = std::vector<c10::DeviceIndex>{0}}); },
-               {"device_ids [0]", "output_device none", "cpu"});
+  expect_error(
+      [&] { DistributedDataParallel(mlp({3, 2}), world.group(), {.device_ids = std::vector<c10::DeviceIndex>{0}}); },
+      {"device_ids [0]", "output_device none", "cpu"});
   expect_error([&] { DistributedDataParallel(mlp({3, 2}), world.group(), {.output_device = 0}); },
                {"device_ids []", "output_device 0"});
-  expect_error([&] {
-    DistributedDataParallel(mlp({3, 2}), world.group(), {.device_ids = std::vector<c10::DeviceIndex>{0, 1}});
-  }, {"2 entries"});
+  expect_error(
+      [&] { DistributedDataParallel(mlp({3, 2}), world.group(), {.device_ids = std::vector<c10::DeviceIndex>{0, 1}}); },
+      {"2 entries"});
   DistributedDataParallel(mlp({3, 2}), world.group(), {.device_ids = std::vector<c10::DeviceIndex>{}});
 }
 
@@ -76,13 +77,15 @@ LOCKSTEP_THREAD_TEST(DdpConstruction, WarnsOfOldOptionsAndRefusesHalfAPair, 1) {
   DistributedDataParallel(mlp({3, 2}), world.group(), {.broadcast_buffers = false, .forward_sync_buffers = true});
   EXPECT_EQ(warnings.count("broadcast_buffers"), 1);
   auto module = mlp({3, 2});
-  expect_error([&] {
-    DistributedDataParallel(module, world.group(), {.param_to_hook_all_reduce = module->layers[0]->weight});
-  }, {"delay_all_reduce_named_params is not"});
-  expect_error([&] {
-    DistributedDataParallel(module, world.group(),
-                            {.delay_all_reduce_named_params = {{"layer0.bias", module->layers[0]->bias}}});
-  }, {"param_to_hook_all_reduce is not"});
+  expect_error(
+      [&] { DistributedDataParallel(module, world.group(), {.param_to_hook_all_reduce = module->layers[0]->weight}); },
+      {"delay_all_reduce_named_params is not"});
+  expect_error(
+      [&] {
+        DistributedDataParallel(module, world.group(),
+                                {.delay_all_reduce_named_params = {{"layer0.bias", module->layers[0]->bias}}});
+      },
+      {"param_to_hook_all_reduce is not"});
 }
 
 // DDP-6
@@ -102,7 +105,8 @@ LOCKSTEP_THREAD_TEST(DdpConstruction, UsesTheDefaultGroupOrASubgroup, 4) {
 // DDP-7
 LOCKSTEP_THREAD_TEST(DdpConstruction, TakesAMeshOfOneAxis, 4) {
   const auto mesh = init_device_mesh("cpu", {2, 2}, {.mesh_dim_names = {"dp", "tp"}});
-  expect_error([&] { DistributedDataParallel(mlp({3, 2}), DdpOptions{.device_mesh = mesh}); }, {"one axis", "DeviceMesh"});
+  expect_error([&] { DistributedDataParallel(mlp({3, 2}), DdpOptions{.device_mesh = mesh}); },
+               {"one axis", "DeviceMesh"});
   expect_error([&] { DistributedDataParallel(mlp({3, 2}), world.group(), {.device_mesh = mesh["dp"]}); },
                {"process_group and device_mesh"});
   DistributedDataParallel ddp(mlp({3, 2}, world.rank()), DdpOptions{.device_mesh = mesh["dp"]});
@@ -188,9 +192,8 @@ LOCKSTEP_THREAD_TEST(DdpConstruction, LeavesIgnoredTensorsAlone, 2) {
 
 // DDP-21
 LOCKSTEP_THREAD_TEST(DdpConstruction, DifferentNumbersOfParametersAreToldToAllRanks, 3) {
-  expect_error([&] {
-    DistributedDataParallel(world.rank() == 1 ? mlp({3, 3, 2}) : mlp({3, 2}), world.group());
-  }, {"number of parameters", "rank 1", "4", "2"});
+  expect_error([&] { DistributedDataParallel(world.rank() == 1 ? mlp({3, 3, 2}) : mlp({3, 2}), world.group()); },
+               {"number of parameters", "rank 1", "4", "2"});
   barrier(world.group());
 }
 
@@ -205,7 +208,8 @@ LOCKSTEP_THREAD_TEST(DdpConstruction, DifferentParametersAreToldToAllRanks, 2) {
   if (world.rank() == 1) {
     strided->layers[0]->weight.set_data(strided->layers[0]->weight.detach().t().contiguous().t());
   }
-  expect_error([&] { DistributedDataParallel(strided, world.group()); }, {"'layer0.weight'", "strides [3, 1]", "strides [1, 5]"});
+  expect_error([&] { DistributedDataParallel(strided, world.group()); },
+               {"'layer0.weight'", "strides [3, 1]", "strides [1, 5]"});
   barrier(world.group());
 }
 
@@ -248,7 +252,8 @@ LOCKSTEP_THREAD_TEST(DdpConstruction, CopiesRankZerosParametersAndBuffers, 3) {
 LOCKSTEP_THREAD_TEST(DdpConstruction, BroadcastsInChunks, 2) {
   for (const std::size_t chunk : {std::size_t{1}, std::size_t{100}, kBroadcastChunkBytes}) {
     std::vector<at::Tensor> tensors;
-    for (int i = 0; i < 10; ++i) tensors.push_back(at::full({i * 3}, world.rank() * 100 + i, i % 2 == 0 ? at::kFloat : at::kLong));
+    for (int i = 0; i < 10; ++i)
+      tensors.push_back(at::full({i * 3}, world.rank() * 100 + i, i % 2 == 0 ? at::kFloat : at::kLong));
     tensors.push_back(at::full({2, 3}, world.rank()).t());
     tensors.push_back(at::full({4, 4}, world.rank()).slice(1, 0, 2));
     broadcast_coalesced(tensors, world.group(), chunk, 1);

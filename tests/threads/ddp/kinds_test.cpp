@@ -9,11 +9,10 @@ using testing::expect_error;
 
 struct BagImpl : torch::nn::Module {
   explicit BagImpl(bool sparse)
-      : bag(register_module("bag", torch::nn::EmbeddingBag(torch::nn::EmbeddingBagOptions(10, 3).mode(torch::kSum).sparse(sparse)))),
+      : bag(register_module(
+            "bag", torch::nn::EmbeddingBag(torch::nn::EmbeddingBagOptions(10, 3).mode(torch::kSum).sparse(sparse)))),
         fc(register_module("fc", torch::nn::Linear(3, 2))) {}
-  at::Tensor forward(const at::Tensor& rows) {
-    return fc->forward(bag->forward(rows, at::tensor({0})));
-  }
+  at::Tensor forward(const at::Tensor& rows) { return fc->forward(bag->forward(rows, at::tensor({0}))); }
   torch::nn::EmbeddingBag bag;
   torch::nn::Linear fc;
 };
@@ -82,7 +81,9 @@ LOCKSTEP_THREAD_TEST(DdpSparse, OtherGradientsAreRefusedByName, 2) {
 }
 
 struct WaveImpl : torch::nn::Module {
-  WaveImpl() : phase(register_parameter("phase", at::full({3, 2}, c10::complex<double>(1, 2), at::kComplexDouble))), real(register_parameter("real", at::ones({2}, at::kDouble))) {}
+  WaveImpl()
+      : phase(register_parameter("phase", at::full({3, 2}, c10::complex<double>(1, 2), at::kComplexDouble))),
+        real(register_parameter("real", at::ones({2}, at::kDouble))) {}
   at::Tensor forward(const at::Tensor& input) { return at::abs(at::matmul(input, phase)) * real; }
   at::Tensor phase;
   at::Tensor real;
@@ -91,7 +92,9 @@ TORCH_MODULE(Wave);
 
 // DDP-28
 LOCKSTEP_THREAD_TEST(DdpKinds, ComplexParametersAreAveraged, 2) {
-  const auto input_for = [](int rank) { return at::full({1, 3}, c10::complex<double>(rank + 1, 1), at::kComplexDouble); };
+  const auto input_for = [](int rank) {
+    return at::full({1, 3}, c10::complex<double>(rank + 1, 1), at::kComplexDouble);
+  };
   std::vector<at::Tensor> expected(2);
   for (int rank = 0; rank < 2; ++rank) {
     Wave alone;
@@ -186,7 +189,8 @@ LOCKSTEP_THREAD_TEST(DdpKinds, SyncBatchNormInACpuModuleIsRefusedByName, 2) {
   struct NormedImpl : MlpImpl {
     NormedImpl() : MlpImpl({4, 2}) { register_module("norm", SyncBatchNorm(2)); }
   };
-  expect_error([&] { DistributedDataParallel(std::make_shared<NormedImpl>(), world.group()); }, {"'norm'", "SyncBatchNorm"});
+  expect_error([&] { DistributedDataParallel(std::make_shared<NormedImpl>(), world.group()); },
+               {"'norm'", "SyncBatchNorm"});
 }
 
 }  // namespace

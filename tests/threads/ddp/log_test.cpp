@@ -80,7 +80,8 @@ LOCKSTEP_THREAD_TEST(DdpLog, TellsOfTheLastStepAtTheNextForward, 2) {
 // DDP-107
 TEST(DdpLogSink, IsSentSamples) {
   std::vector<int64_t> sent;
-  c10::SetPyTorchDDPUsageLogger([&](const c10::DDPLoggingData& data) { sent.push_back(data.ints_map.at("iteration")); });
+  c10::SetPyTorchDDPUsageLogger(
+      [&](const c10::DDPLoggingData& data) { sent.push_back(data.ints_map.at("iteration")); });
   testing::run_threads_in_gtest({.world_size = 1}, [&](const World& world) {
     {
       DistributedDataParallel ddp(mlp({4, 3}), world.group());
@@ -108,7 +109,8 @@ LOCKSTEP_THREAD_TEST(DdpDebug, NoticesChangedParameters, 1) {
   };
   changed([](Mlp& module) { module->register_parameter("extra", at::ones({2})); }, {"'extra'", "added"});
   changed([](Mlp& module) { module->layers[0]->weight.set_requires_grad(false); }, {"'layer0.weight'", "removed"});
-  changed([](Mlp& module) { module->layers[0]->bias.set_data(at::ones({3}, at::kDouble)); }, {"'layer0.bias'", "changed"});
+  changed([](Mlp& module) { module->layers[0]->bias.set_data(at::ones({3}, at::kDouble)); },
+          {"'layer0.bias'", "changed"});
   changed([](Mlp& module) { module->unregister_module("layer1"); }, {"'layer1.weight'", "removed"});
 }
 
@@ -154,8 +156,10 @@ LOCKSTEP_THREAD_TEST(DdpSnapshot, KeepsSettingsAndBuckets, 2) {
 LOCKSTEP_THREAD_TEST(DdpSnapshot, RefusesWhatDoesNotFit, 2) {
   DistributedDataParallel ddp(mlp({4, 3}), world.group());
   auto options = ddp.snapshot().options;
-  expect_error([&] { DistributedDataParallel(mlp({4, 2}), world.group(), options); }, {"layer0.weight", "[3,4]", "[2,4]"});
-  expect_error([&] { DistributedDataParallel(mlp({4, 3, 2}), world.group(), options); }, {"'layer1.weight'", "in no bucket"});
+  expect_error([&] { DistributedDataParallel(mlp({4, 2}), world.group(), options); },
+               {"layer0.weight", "[3,4]", "[2,4]"});
+  expect_error([&] { DistributedDataParallel(mlp({4, 3, 2}), world.group(), options); },
+               {"'layer1.weight'", "in no bucket"});
   if (world.rank() == 1) options.bucket_plan += " ";
   expect_error([&] { DistributedDataParallel(mlp({4, 3}), world.group(), options); }, {"bucket plan", "rank 1"});
   // Flags that an older file has not are true.
@@ -192,7 +196,8 @@ LOCKSTEP_THREAD_TEST(DdpElastic, GoesOnWithFewerAndMoreRanks, 3) {
 
 struct OuterImpl : torch::nn::Module {
   explicit OuterImpl(const GroupPtr& group)
-      : inner(std::make_shared<DistributedDataParallel<Mlp>>(mlp({4, 4}), group)), fc(register_module("fc", torch::nn::Linear(4, 2))) {}
+      : inner(std::make_shared<DistributedDataParallel<Mlp>>(mlp({4, 4}), group)),
+        fc(register_module("fc", torch::nn::Linear(4, 2))) {}
   at::Tensor forward(const at::Tensor& input) {
     seen.push_back(active_ddp());
     const auto hidden = inner->forward(input);

@@ -95,7 +95,8 @@ LOCKSTEP_THREAD_TEST(DdpFusedOptimizer, EqualsAStepAfterBackward, 2) {
   hooked.register_comm_hook([](GradBucket& b) { return completed_future(b.buffer()); }, "mine");
   expect_error([&] { hooked.register_fused_optim(make_sgd); }, {"'mine'"});
   DistributedDataParallel subset(mlp({4, 2}), world.group());
-  expect_error([&] { subset.register_fused_optim([](auto) { return OptimizerPtr(); }); }, {"'layer0.weight'", "no optimizer"});
+  expect_error([&] { subset.register_fused_optim([](auto) { return OptimizerPtr(); }); },
+               {"'layer0.weight'", "no optimizer"});
   subset.register_fused_optim(make_sgd, {subset->layers[0]->bias});
   subset(random_batch(1, 4, 1)).sum().backward();
   EXPECT_FALSE(subset->layers[0]->bias.grad().defined());
@@ -106,9 +107,9 @@ LOCKSTEP_THREAD_TEST(DdpFusedOptimizer, EqualsAStepAfterBackward, 2) {
 LOCKSTEP_THREAD_TEST(DdpDelayed, ReducesNamedParametersAtTheTrigger, 2) {
   auto model = mlp({4, 3, 2}, world.rank());
   const NamedTensors delayed = {{"layer1.weight", model->layers[1]->weight}, {"layer1.bias", model->layers[1]->bias}};
-  DistributedDataParallel ddp(model, world.group(),
-                              {.delay_all_reduce_named_params = delayed,
-                               .param_to_hook_all_reduce = model->layers[0]->weight});
+  DistributedDataParallel ddp(
+      model, world.group(),
+      {.delay_all_reduce_named_params = delayed, .param_to_hook_all_reduce = model->layers[0]->weight});
   EXPECT_EQ(ddp.bucket_plan().parameters().size(), 2U);
   testing::check_equal("copied from rank 0", model->layers[1]->weight, mlp({4, 3, 2}, 0)->layers[1]->weight);
   const auto batch = random_batch(8, 4, 2);
@@ -127,21 +128,25 @@ LOCKSTEP_THREAD_TEST(DdpDelayed, ReducesNamedParametersAtTheTrigger, 2) {
 LOCKSTEP_THREAD_TEST(DdpDelayed, MayConcernAllParameters, 2) {
   auto model = mlp({4, 2});
   const NamedTensors delayed = {{"layer0.weight", model->layers[0]->weight}, {"layer0.bias", model->layers[0]->bias}};
-  DistributedDataParallel ddp(model, world.group(),
-                              {.delay_all_reduce_named_params = delayed,
-                               .param_to_hook_all_reduce = model->layers[0]->weight});
+  DistributedDataParallel ddp(
+      model, world.group(),
+      {.delay_all_reduce_named_params = delayed, .param_to_hook_all_reduce = model->layers[0]->weight});
   EXPECT_EQ(ddp.engine().reducer(), nullptr);
-  // The trigger's own gradient is accumulated after its hook, so it is reduced with the next step's; the other is there.
+  // The trigger's own gradient is accumulated after its hook, so it is reduced with the next step's; the other is
+  // there.
   for (int step = 0; step < 2; ++step) {
     zero_grads(ddp);
     ddp(at::full({1, 4}, world.rank() + 1.0)).sum().backward();
     EXPECT_TRUE(model->layers[0]->bias.grad().defined());
   }
   auto other = mlp({4, 2});
-  expect_error([&] {
-    DistributedDataParallel(model, world.group(),
-                            {.delay_all_reduce_named_params = delayed, .param_to_hook_all_reduce = other->layers[0]->weight});
-  }, {"no parameter of the module"});
+  expect_error(
+      [&] {
+        DistributedDataParallel(
+            model, world.group(),
+            {.delay_all_reduce_named_params = delayed, .param_to_hook_all_reduce = other->layers[0]->weight});
+      },
+      {"no parameter of the module"});
 }
 
 // DDP-101
@@ -174,8 +179,9 @@ LOCKSTEP_THREAD_TEST(DdpPerParameter, EqualsBuckets, 3) {
   ddp(my_rows(batch, world)).pow(2).mean().backward();
   EXPECT_EQ(calls, 4U);
   EXPECT_TRUE((ddp->layers[0]->bias.grad() == 7).all().item<bool>());
-  expect_error([&] { DistributedDataParallel(mlp({4, 2}), world.group(), {.bucket_cap_mb = 1, .per_parameter = true}); },
-               {"per_parameter", "bucket_cap_mb"});
+  expect_error(
+      [&] { DistributedDataParallel(mlp({4, 2}), world.group(), {.bucket_cap_mb = 1, .per_parameter = true}); },
+      {"per_parameter", "bucket_cap_mb"});
 }
 
 }  // namespace

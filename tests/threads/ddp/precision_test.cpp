@@ -11,12 +11,14 @@ using testing::expect_error;
 using testing::Recorder;
 
 struct WatchedImpl : torch::nn::Module {
-  WatchedImpl() : fc(register_module("fc", torch::nn::Linear(4, 3))), head(register_module("head", torch::nn::Linear(3, 2))) {
+  WatchedImpl()
+      : fc(register_module("fc", torch::nn::Linear(4, 3))), head(register_module("head", torch::nn::Linear(3, 2))) {
     scale = register_buffer("scale", at::ones({1}));
     count = register_buffer("count", at::zeros({1}, at::kLong));
   }
   at::Tensor forward(const at::Tensor& input, const at::Tensor& index) {
-    seen = {input.scalar_type(), fc->weight.scalar_type(), index.scalar_type(), scale.scalar_type(), count.scalar_type()};
+    seen = {input.scalar_type(), fc->weight.scalar_type(), index.scalar_type(), scale.scalar_type(),
+            count.scalar_type()};
     return head->forward(at::tanh(fc->forward(input))) * scale + index.to(input.scalar_type());
   }
   torch::nn::Linear fc;
@@ -35,8 +37,9 @@ at::Tensor index_of(int64_t rows) {
 
 // DDP-78, DDP-79, DDP-80, DDP-81
 LOCKSTEP_THREAD_TEST(DdpMixedPrecision, CastsForTheStepOnly, 2) {
-  DistributedDataParallel ddp(seeded(Watched()), world.group(),
-                              {.mixed_precision = MixedPrecision{.param_dtype = at::kBFloat16, .buffer_dtype = at::kHalf}});
+  DistributedDataParallel ddp(
+      seeded(Watched()), world.group(),
+      {.mixed_precision = MixedPrecision{.param_dtype = at::kBFloat16, .buffer_dtype = at::kHalf}});
   EXPECT_EQ(ddp->scale.scalar_type(), at::kHalf);
   EXPECT_EQ(ddp->count.scalar_type(), at::kLong);
   for (int step = 0; step < 2; ++step) {
@@ -85,10 +88,11 @@ LOCKSTEP_THREAD_TEST(DdpMixedPrecision, GivesFullPrecisionsGradientsNearly, 2) {
   const auto expected = gradients_of(*model);
   for (const bool as_view : {false, true}) {
     for (const bool searches : {false, true}) {
-      DistributedDataParallel ddp(mlp({4, 8, 2}), world.group(),
-                                  {.find_unused_parameters = searches,
-                                   .gradient_as_bucket_view = as_view,
-                                   .mixed_precision = MixedPrecision{.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat}});
+      DistributedDataParallel ddp(
+          mlp({4, 8, 2}), world.group(),
+          {.find_unused_parameters = searches,
+           .gradient_as_bucket_view = as_view,
+           .mixed_precision = MixedPrecision{.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat}});
       for (int step = 0; step < 5; ++step) {
         zero_grads(ddp);
         ddp(my_rows(batch, world)).pow(2).mean().backward();
@@ -117,15 +121,18 @@ LOCKSTEP_THREAD_TEST(DdpMixedPrecision, TakesTheHookSlot, 2) {
   DistributedDataParallel ddp(mlp({4, 2}), world.group(), {.mixed_precision = kBf16});
   expect_error([&] { ddp.register_comm_hook([](GradBucket& b) { return completed_future(b.buffer()); }); },
                {"mixed_precision"});
-  expect_error([&] {
-    ddp.register_fused_optim([](auto parameters) { return std::make_shared<torch::optim::SGD>(parameters, 0.1); });
-  }, {"mixed_precision"});
+  expect_error(
+      [&] {
+        ddp.register_fused_optim([](auto parameters) { return std::make_shared<torch::optim::SGD>(parameters, 0.1); });
+      },
+      {"mixed_precision"});
 }
 
 // DDP-84
 LOCKSTEP_THREAD_TEST(DdpMixedPrecision, SavesFullPrecision, 2) {
-  DistributedDataParallel ddp(seeded(Watched()), world.group(),
-                              {.mixed_precision = MixedPrecision{.param_dtype = at::kBFloat16, .buffer_dtype = at::kHalf}});
+  DistributedDataParallel ddp(
+      seeded(Watched()), world.group(),
+      {.mixed_precision = MixedPrecision{.param_dtype = at::kBFloat16, .buffer_dtype = at::kHalf}});
   ddp(random_batch(2, 4, 1), index_of(2)).sum().backward();
   torch::serialize::OutputArchive out;
   ddp.save(out);

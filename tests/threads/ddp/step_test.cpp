@@ -191,7 +191,8 @@ LOCKSTEP_THREAD_TEST(DdpStepOptions, ParameterUsedOutsideForwardIsNamed, 2) {
 LOCKSTEP_THREAD_TEST(DdpStepOptions, UnfinishedReductionIsNamedWithItsRemedy, 2) {
   DistributedDataParallel ddp(seeded(Branchy()), world.group());
   ddp(random_batch(2, 4, 1), true, false).sum().backward();
-  expect_error([&] { ddp.check_finalized(); }, {"rank " + std::to_string(world.rank()), "'right.weight'", "'right.bias'"});
+  expect_error([&] { ddp.check_finalized(); },
+               {"rank " + std::to_string(world.rank()), "'right.weight'", "'right.bias'"});
   expect_error([&] { ddp(random_batch(2, 4, 1), true, true); }, {"'right.weight'", "find_unused_parameters"});
   EXPECT_EQ(ddp.get_ddp_logging_data().ints_map.at("has_error"), 1);
   barrier(world.group());

@@ -166,8 +166,9 @@ LOCKSTEP_THREAD_TEST(DdpUnused, ChangingSetsShowInTheLog, 2) {
 
 // DDP-12
 LOCKSTEP_THREAD_TEST(DdpUnused, BucketsOfUnusedParametersMayBeSkipped, 2) {
-  DistributedDataParallel ddp(seeded(Branchy()), world.group(),
-                              {.bucket_cap_mb = 0, .find_unused_parameters = true, .skip_all_reduce_unused_params = true});
+  DistributedDataParallel ddp(
+      seeded(Branchy()), world.group(),
+      {.bucket_cap_mb = 0, .find_unused_parameters = true, .skip_all_reduce_unused_params = true});
   const auto reduced = [&](bool left) {
     zero_grads(ddp);
     Recorder recorder;
@@ -253,7 +254,8 @@ LOCKSTEP_THREAD_TEST(DdpStaticGraph, TakesReentrantBackwards, 2) {
 LOCKSTEP_THREAD_TEST(DdpStaticGraph, NamesParametersOfAChangedGraph, 2) {
   DistributedDataParallel ddp(seeded(Branchy()), world.group(), {.static_graph = true});
   for (int step = 0; step < 2; ++step) ddp(input_of(world), true, false).sum().backward();
-  expect_error([&] { ddp(input_of(world), true, true).sum().backward(); }, {"'right.", "one gradient more", "static_graph"});
+  expect_error([&] { ddp(input_of(world), true, true).sum().backward(); },
+               {"'right.", "one gradient more", "static_graph"});
   DistributedDataParallel missing(seeded(Branchy()), world.group(), {.static_graph = true});
   for (int step = 0; step < 2; ++step) missing(input_of(world), true, true).sum().backward();
   missing(input_of(world), true, false).sum().backward();

@@ -60,9 +60,13 @@ TEST(BucketPlan, ClosesABucketWhenItHoldsItsCap) {
 
 // DDP-24: every dtype walks the caps by itself; a sparse one is alone and has no cap.
 TEST(BucketPlan, KeepsDtypesApartAndSparseParametersAlone) {
-  const std::vector<ParameterInfo> parameters = {info("a", 100),  info("b", 100, at::kHalf), info("c", 100),
-                                                 info("d", 100, at::kHalf), info("e", 100, at::kFloat, true),
-                                                 info("f", 100), info("g", 100, at::kHalf)};
+  const std::vector<ParameterInfo> parameters = {info("a", 100),
+                                                 info("b", 100, at::kHalf),
+                                                 info("c", 100),
+                                                 info("d", 100, at::kHalf),
+                                                 info("e", 100, at::kFloat, true),
+                                                 info("f", 100),
+                                                 info("g", 100, at::kHalf)};
   EXPECT_EQ(indices_of(assign_buckets(parameters, {400, 800})), (Indices{{0}, {1, 3}, {2, 5}, {4}, {6}}));
   EXPECT_EQ(assign_buckets(parameters, {400, 800})[3].cap_bytes, kNoCap);
 }
@@ -84,7 +88,8 @@ TEST(BucketPlan, RefusesWhatCannotBeAssigned) {
   expect_error([] { assign_buckets({}, {1}); }, {"no parameters"});
   expect_error([] { assign_buckets(floats({1}), {}); }, {"no bucket size limit"});
   expect_error([] { assign_buckets(floats({1, 1}), {1}, {0}); }, {"lists 1 of 2"});
-  expect_error([] { compute_bucket_assignment_by_size({at::ones({1})}, {1}, {false, true}); }, {"2 flags", "1 tensors"});
+  expect_error([] { compute_bucket_assignment_by_size({at::ones({1})}, {1}, {false, true}); },
+               {"2 flags", "1 tensors"});
   expect_error([] { compute_bucket_assignment_by_size({at::ones({1, 1}).to_sparse()}, {1}); }, {"tensor 0", "sparse"});
 }
 
