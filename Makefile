@@ -6,6 +6,7 @@ SHELL := /bin/bash
 # As many compilers at once as there are cores, and memory for: one takes up to 1.5 GB.
 JOBS ?= $(shell awk -v cores="$$(nproc)" '/^MemAvailable/ {n = int($$2 / 1500000); print n < 1 ? 1 : n < cores ? n : cores}' /proc/meminfo)
 RANKS ?= 2
+ARGS ?=
 CMAKE_ARGS ?=
 
 # A cmake that tools/setup.sh had to install goes before the system's.
@@ -42,9 +43,9 @@ python: configure ## the Python plugin: import lockstep_torch
 python-install: python ## copy the plugin into site-packages of the Python it was built for
 	@cmake --install build --component python
 
-demo: configure ## an all-reduce on local ranks, with its bandwidth (RANKS=2)
-	@cmake --build --preset dev -j $(JOBS) --target lockstep-run example_all_reduce
-	build/bin/lockstep-run -n $(RANKS) build/examples/all_reduce
+demo: configure ## train a small GPT on local ranks, a minute (RANKS=2 ARGS="--steps 500 --backend gloo")
+	@cmake --build --preset dev -j $(JOBS) --target lockstep-run example_gpt
+	build/examples/gpt --ranks $(RANKS) $(ARGS)
 
 test: build ## build and run every test
 	ctest --preset dev -j $(JOBS)

@@ -1,0 +1,116 @@
+#include "examples/gpt/training.h"
+
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <numbers>
+
+namespace lockstep::examples {
+namespace {
+
+constexpr int64_t kReports = 100;
+constexpr int64_t kValidationRows = 128;
+constexpr double kLargestGradient = 1.0;
+
+// So that the first all-reduce starts early in backward, though the model is small.
+constexpr double kBucketMb = 0.5;
+
+}  // namespace
+
+Training::Training(const World& world, const Options& options, const Corpus& corpus, Gpt model)
+    : world_(world),
+      options_(options),
+      corpus_(corpus),
+      ddp_(std::move(model), world.group(), {.bucket_cap_mb = kBucketMb}),
+      optimizer_(ddp_.parameters(), torch::optim::AdamWOptions(options.learning_rate).weight_decay(0.01)) {
+  // Every step, for the share of communication that is hidden.
+  ddp_.set_ddp_runtime_logging_sample_rate(1);
+}
+
+Progress Training::run(const std::function<void(const Progress&)>& on_progress) {
+  auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(options_.seed));
+  const auto begin = std::chrono::steady_clock::now();
+  const auto report_every = std::max<int64_t>(1, options_.steps / kReports);
+  Progress progress{.steps = options_.steps};
+  auto loss_sum = at::zeros({}, world_.device());
+  int64_t rows = 0;
+  double hidden_sum = 0;
+  int64_t hidden_steps = 0;
+  while (progress.step < options_.steps) {
+    const auto batch = corpus_.training_batch(my_rows(corpus_.random_starts(options_.batch_size, generator)));
+    set_learning_rate(progress.step++);
+    loss_sum += take_step(batch) * batch.input.size(0);
+    rows += batch.input.size(0);
+    if (const auto share = ddp_.engine().overlap_share(); share && world_.world_size() > 1) {
+      hidden_sum += *share;
+      ++hidden_steps;
+    }
+    if (progress.step % report_every != 0 && progress.step != options_.steps) continue;
+    progress.loss = mean_over_ranks(loss_sum, rows);
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+    progress.tokens_per_second =
+        static_cast<double>(progress.step * options_.batch_size * ddp_->config.context) / took.count();
+    if (hidden_steps > 0) progress.hidden = hidden_sum / static_cast<double>(hidden_steps);
+    on_progress(progress);
+    loss_sum.zero_();
+    rows = 0;
+  }
+  return progress;
+}
+
+at::Tensor Training::take_step(const Batch& batch) {
+  optimizer_.zero_grad();
+  const auto loss = loss_of(ddp_(batch.input.to(world_.device())), batch.target.to(world_.device()));
+  // Ranks may differ by one row: each counts as much as it has.
+  ddp_.backward(loss, static_cast<double>(batch.input.size(0)));
+  torch::nn::utils::clip_grad_norm_(ddp_.parameters(), kLargestGradient);
+  optimizer_.step();
+  return loss.detach();
+}
+
+double Training::validate() {
+  const at::NoGradGuard no_grad;
+  const auto batch = corpus_.validation_batch(my_rows(corpus_.validation_starts(kValidationRows)));
+  const auto rows = batch.input.size(0);
+  auto sum = at::zeros({}, world_.device());
+  if (rows > 0) {
+    // The module itself: without gradients there is nothing to reduce.
+    sum += loss_of(ddp_.module()->forward(batch.input.to(world_.device())), batch.target.to(world_.device())) * rows;
+  }
+  return mean_over_ranks(sum, rows);
+}
+
+void Training::check_replicas() {
+  Facts facts;
+  for (const auto& parameter : ddp_->named_parameters()) {
+    const auto bits = parameter.value().detach().to(at::kCPU).view(at::kInt);
+    facts.emplace_back("weights of '" + parameter.key() + "'", std::to_string(bits.sum().item<int64_t>()));
+  }
+  check_same_on_all_ranks("the trained model", facts, world_.group());
+}
+
+at::Tensor Training::my_rows(const at::Tensor& rows) const {
+  return rows.tensor_split(world_.world_size())[static_cast<std::size_t>(world_.rank())];
+}
+
+at::Tensor Training::loss_of(const at::Tensor& scores, const at::Tensor& target) const {
+  return at::cross_entropy_loss(scores.flatten(0, 1), target.reshape({-1}));
+}
+
+void Training::set_learning_rate(int64_t step) {
+  const auto warmup = std::clamp<int64_t>(options_.steps / 4, 1, 50);
+  const double way = static_cast<double>(step) / static_cast<double>(options_.steps);
+  const double rise = std::min(1.0, static_cast<double>(step + 1) / static_cast<double>(warmup));
+  const double fall = 0.05 + 0.95 * (1 + std::cos(std::numbers::pi * way)) / 2;
+  for (auto& group : optimizer_.param_groups()) group.options().set_lr(options_.learning_rate * rise * fall);
+}
+
+double Training::mean_over_ranks(const at::Tensor& sum, int64_t count) const {
+  const auto both = at::stack({sum, at::full_like(sum, count)}).to(world_.device());
+  all_reduce(both, world_.group());
+  return both[0].item<double>() / both[1].item<double>();
+}
+
+}  // namespace lockstep::examples

@@ -1,0 +1,50 @@
+// Data-parallel training: every rank has the whole model and learns from its part of each batch.
+//
+// The batch of a step is drawn alike on all ranks, and each takes its rows. So any number of ranks trains the same
+// model, up to rounding.
+#pragma once
+
+#include <lockstep/lockstep.h>
+#include <torch/optim/adamw.h>
+
+#include <functional>
+#include <optional>
+
+#include "examples/gpt/corpus.h"
+#include "examples/gpt/model.h"
+#include "examples/gpt/options.h"
+#include "examples/gpt/progress_bar.h"
+
+namespace lockstep::examples {
+
+class Training {
+ public:
+  /// Collective.
+  Training(const World& world, const Options& options, const Corpus& corpus, Gpt model);
+
+  /// All steps; what it returns is the last of what `on_progress` gets, which is the same on all ranks. Collective.
+  Progress run(const std::function<void(const Progress&)>& on_progress);
+
+  /// Mean loss per character on text that is not trained on. Collective.
+  double validate();
+
+  /// Throws on every rank if their weights differ in a single bit. Collective.
+  void check_replicas();
+
+ private:
+  /// Returns the mean loss of this rank's rows.
+  at::Tensor take_step(const Batch& batch);
+  at::Tensor my_rows(const at::Tensor& rows) const;
+  at::Tensor loss_of(const at::Tensor& scores, const at::Tensor& target) const;
+  void set_learning_rate(int64_t step);
+  /// The mean over all ranks, from each rank's sum and count.
+  double mean_over_ranks(const at::Tensor& sum, int64_t count) const;
+
+  const World world_;
+  const Options options_;
+  const Corpus& corpus_;
+  DistributedDataParallel<Gpt> ddp_;
+  torch::optim::AdamW optimizer_;
+};
+
+}  // namespace lockstep::examples
