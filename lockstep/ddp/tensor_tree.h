@@ -35,21 +35,21 @@ template <class T>
 concept HasOwnVisit = requires(T& value, AnyVisit visit) { for_each_tensor(value, visit); };
 
 template <class T>
-inline constexpr bool is_tuple = false;
+inline constexpr bool kIsTuple = false;
 template <class... Ts>
-inline constexpr bool is_tuple<std::tuple<Ts...>> = true;
+inline constexpr bool kIsTuple<std::tuple<Ts...>> = true;
 template <class A, class B>
-inline constexpr bool is_tuple<std::pair<A, B>> = true;
+inline constexpr bool kIsTuple<std::pair<A, B>> = true;
 
 template <class T>
-inline constexpr bool is_optional = false;
+inline constexpr bool kIsOptional = false;
 template <class T>
-inline constexpr bool is_optional<std::optional<T>> = true;
+inline constexpr bool kIsOptional<std::optional<T>> = true;
 
 template <class T>
-inline constexpr bool is_variant = false;
+inline constexpr bool kIsVariant = false;
 template <class... Ts>
-inline constexpr bool is_variant<std::variant<Ts...>> = true;
+inline constexpr bool kIsVariant<std::variant<Ts...>> = true;
 
 template <class T>
 concept IsMap = requires(T& value) {
@@ -75,11 +75,11 @@ void visit_tensors(T& value, Visit&& visit) {
     visit(static_cast<at::Tensor&>(value));
   } else if constexpr (detail::HasOwnVisit<T>) {
     for_each_tensor(value, visit);
-  } else if constexpr (detail::is_tuple<Plain>) {
+  } else if constexpr (detail::kIsTuple<Plain>) {
     std::apply([&](auto&... parts) { (visit_tensors(parts, visit), ...); }, value);
-  } else if constexpr (detail::is_optional<Plain>) {
+  } else if constexpr (detail::kIsOptional<Plain>) {
     if (value) visit_tensors(*value, visit);
-  } else if constexpr (detail::is_variant<Plain>) {
+  } else if constexpr (detail::kIsVariant<Plain>) {
     std::visit([&](auto& part) { visit_tensors(part, visit); }, value);
   } else if constexpr (detail::IsMap<Plain>) {
     for (auto& [key, part] : value) visit_tensors(part, visit);

@@ -1,0 +1,24 @@
+// The models that are trained, and their batches. python_peer.py has the same ones.
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <memory>
+#include <string>
+
+namespace lockstep::bench {
+
+struct Trainable : torch::nn::Module {
+  virtual at::Tensor forward(const at::Tensor& input) = 0;
+};
+
+struct Workload {
+  std::shared_ptr<Trainable> module;
+  at::Tensor input;  // one batch of this rank
+};
+
+/// "mlp": 8 layers of 1024x1024, 16 rows. "300-layers": 300 layers of width x width, 4 rows. "gpt": the demo's model.
+/// The loss of each is the mean of its squared outputs.
+Workload make_workload(const std::string& name, int64_t width, c10::Device device);
+
+}  // namespace lockstep::bench
