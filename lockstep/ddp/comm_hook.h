@@ -56,6 +56,9 @@ class GradBucket {
 struct CommHook {
   std::string name = "";  // for messages and the log
   std::function<FuturePtr(GradBucket& bucket)> run = nullptr;
+  /// Asked at registration, with the wrapper's group and device: throws if these cannot do what the hook needs. May be
+  /// collective.
+  std::function<void(const GroupPtr& group, c10::Device device)> check = nullptr;
 };
 
 /// Called as hook(bucket).
