@@ -21,6 +21,10 @@ struct Where {
   int world_size;
 };
 
+void PrintTo(const Where& where, std::ostream* out) {
+  *out << where.backend << ", " << where.world_size << " ranks";
+}
+
 class DdpHooks : public ::testing::TestWithParam<Where> {
  protected:
   static void run(const testing::RankBody& body) {

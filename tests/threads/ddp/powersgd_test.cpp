@@ -16,6 +16,10 @@ struct Where {
   int world_size;
 };
 
+void PrintTo(const Where& where, std::ostream* out) {
+  *out << where.backend << ", " << where.world_size << " ranks";
+}
+
 class PowerSgd : public ::testing::TestWithParam<Where> {
  protected:
   static void run(const testing::RankBody& body) {
