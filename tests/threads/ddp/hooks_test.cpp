@@ -4,6 +4,7 @@
 #include "lockstep/ddp/hook_registry.h"
 #include "lockstep/ddp/optimizer_overlap_hook.h"
 #include "lockstep/ddp/post_local_sgd.h"
+#include "lockstep/ddp/power_sgd.h"
 #include "lockstep/ddp/quantization_hooks.h"
 #include "lockstep/testing/interpose.h"
 #include "tests/ddp_models.h"
@@ -341,6 +342,58 @@ TEST_P(DdpHooks, HookThenStepEqualsStepAfterBackward) {
       EXPECT_TRUE(at::equal(partial.parameters()[i], before->parameters()[i]));
     }
   });
+}
+
+/// Gradients of the fourth step, on the host.
+std::vector<at::Tensor> gradients_on(c10::Device device, const World& world, const CommHook& hook) {
+  auto model = mlp({32, 40, 40, 8});
+  model->to(device);
+  DistributedDataParallel ddp(model, world.group(), {.bucket_cap_mb = 0.002});
+  ddp.register_comm_hook(hook);
+  torch::optim::SGD optimizer(ddp.parameters(), 0.1);
+  for (int step = 0; step < 4; ++step) {
+    zero_grads(ddp);
+    loss_of(ddp(my_rows(random_batch(kRows, 32, step), world).to(device))).backward();
+    if (step < 3) optimizer.step();
+  }
+  auto gradients = gradients_of(ddp);
+  for (auto& gradient : gradients) gradient = gradient.cpu();
+  return gradients;
+}
+
+// DDP-66, DDP-68, DDP-71 to DDP-73: on an accelerator as on the host
+TEST(DdpHookTypes, WorkOnCudaTensors) {
+  if (gpu_count() == 0) GTEST_SKIP() << "no GPU";
+  for (const auto& backend : {"threads", "gloo"}) {
+    testing::run_threads_in_gtest({.world_size = 2, .backend = backend}, [](const World& world) {
+      if (!serves_device(world.group(), at::kCUDA)) return;
+      const auto power_sgd = [](bool is_stacked, int64_t rank) {
+        return std::make_shared<PowerSGDState>(PowerSGDOptions{.matrix_approximation_rank = rank,
+                                                               .start_power_sgd_iter = 2,
+                                                               .min_compression_rate = 1,
+                                                               .batch_tensors_with_same_shape = is_stacked});
+      };
+      // Made anew for each device: some remember things.
+      const std::vector<std::function<CommHook()>> hooks = {
+          [] { return allreduce_hook(); },
+          [] { return fp16_compress_hook(); },
+          [] { return bf16_compress_hook(); },
+          [] { return noop_hook(); },
+          [] { return quantization_per_tensor_hook(); },
+          [] { return quantization_per_channel_hook(); },
+          [&] { return power_sgd_hook(power_sgd(false, 1)); },
+          [&] { return power_sgd_hook(power_sgd(true, 4)); },
+          [&] { return batched_power_sgd_hook(power_sgd(false, 2)); },
+          [&] { return fp16_compress_wrapper(power_sgd_hook(power_sgd(false, 1))); },
+      };
+      for (const auto& hook : hooks) {
+        const auto name = hook().name;
+        const auto on_host = gradients_on(at::kCPU, world, hook());
+        const auto on_device = gradients_on(world.device(), world, hook());
+        EXPECT_LT(largest_difference(on_device, on_host), 3e-3) << name;
+      }
+    });
+  }
 }
 
 struct PermutedImpl : torch::nn::Module {
