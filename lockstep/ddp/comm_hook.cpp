@@ -6,16 +6,16 @@
 namespace lockstep {
 
 std::vector<at::Tensor> GradBucket::gradients() const {
-  if (parts_.buffer.is_sparse()) return {parts_.buffer};
+  if (parts_.buffer.is_sparse() || parts_.sparse_rows) return {parts_.buffer};
   std::vector<at::Tensor> views;
   for (std::size_t i = 0; i < parts_.parameters.size(); ++i) {
-    const auto part = parts_.buffer.narrow(0, parts_.offsets[i], parts_.lengths[i]);
     const auto& parameter = parts_.parameters[i];
+    auto part = parts_.buffer.narrow(0, parts_.offsets[i], parts_.lengths[i]);
     // Complex gradients lie as pairs in a real buffer.
-    const bool is_pairs = parameter.is_complex() && !part.is_complex();
-    auto sizes = parameter.sizes().vec();
-    if (is_pairs) sizes.push_back(2);
-    views.push_back(is_pairs ? at::view_as_complex(part.view(sizes)) : part.view(sizes));
+    if (parameter.is_complex() && !part.is_complex()) part = at::view_as_complex(part.view({-1, 2}));
+    // As the reducer wrote them: dense parameters keep their strides.
+    views.push_back(parameter.is_non_overlapping_and_dense() ? part.as_strided(parameter.sizes(), parameter.strides())
+                                                             : part.view(parameter.sizes()));
   }
   return views;
 }

@@ -42,7 +42,8 @@ class GradBucket {
   bool is_last() const { return parts_.index + 1 == parts_.bucket_count; }
   const at::Tensor& buffer() const { return parts_.buffer; }
   void set_buffer(at::Tensor buffer) { parts_.buffer = std::move(buffer); }
-  /// Views of the buffer, one per parameter and of its sizes; the buffer itself if it is sparse.
+  /// Views of the buffer, one per parameter, of its sizes and (if it is dense) its strides; the buffer itself if the
+  /// gradient is sparse.
   std::vector<at::Tensor> gradients() const;
   /// In the order of gradients().
   const std::vector<at::Tensor>& parameters() const { return parts_.parameters; }
@@ -55,6 +56,9 @@ class GradBucket {
 struct CommHook {
   std::string name = "";  // for messages and the log
   std::function<FuturePtr(GradBucket& bucket)> run = nullptr;
+  /// Asked at registration, with the wrapper's group and device: throws if these cannot do what the hook needs. May be
+  /// collective.
+  std::function<void(const GroupPtr& group, c10::Device device)> check = nullptr;
 };
 
 /// Called as hook(bucket).

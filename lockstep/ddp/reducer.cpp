@@ -480,6 +480,7 @@ void Reducer::register_comm_hook(CommHook hook) {
   TORCH_CHECK(hook_slot_taken_by_.empty(), who(), ": a comm hook cannot be registered: ", hook_slot_taken_by_);
   TORCH_CHECK(!hook_, who(), ": a comm hook is registered already: '", comm_hook_name(), "'. There can be one.");
   TORCH_CHECK(!has_begun_, who(), ": a comm hook cannot be registered while a backward is under way");
+  if (hook.check) hook.check(group_, parameters_[0].device());
   hook_ = std::move(hook);
 }
 
