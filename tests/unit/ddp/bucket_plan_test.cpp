@@ -60,9 +60,13 @@ TEST(BucketPlan, ClosesABucketWhenItHoldsItsCap) {
 
 // DDP-24: every dtype walks the caps by itself; a sparse one is alone and has no cap.
 TEST(BucketPlan, KeepsDtypesApartAndSparseParametersAlone) {
-  const std::vector<ParameterInfo> parameters = {info("a", 100),  info("b", 100, at::kHalf), info("c", 100),
-                                                 info("d", 100, at::kHalf), info("e", 100, at::kFloat, true),
-                                                 info("f", 100), info("g", 100, at::kHalf)};
+  const std::vector<ParameterInfo> parameters = {info("a", 100),
+                                                 info("b", 100, at::kHalf),
+                                                 info("c", 100),
+                                                 info("d", 100, at::kHalf),
+                                                 info("e", 100, at::kFloat, true),
+                                                 info("f", 100),
+                                                 info("g", 100, at::kHalf)};
   EXPECT_EQ(indices_of(assign_buckets(parameters, {400, 800})), (Indices{{0}, {1, 3}, {2, 5}, {4}, {6}}));
   EXPECT_EQ(assign_buckets(parameters, {400, 800})[3].cap_bytes, kNoCap);
 }
@@ -84,8 +88,24 @@ TEST(BucketPlan, RefusesWhatCannotBeAssigned) {
   expect_error([] { assign_buckets({}, {1}); }, {"no parameters"});
   expect_error([] { assign_buckets(floats({1}), {}); }, {"no bucket size limit"});
   expect_error([] { assign_buckets(floats({1, 1}), {1}, {0}); }, {"lists 1 of 2"});
-  expect_error([] { compute_bucket_assignment_by_size({at::ones({1})}, {1}, {false, true}); }, {"2 flags", "1 tensors"});
+  expect_error([] { compute_bucket_assignment_by_size({at::ones({1})}, {1}, {false, true}); },
+               {"2 flags", "1 tensors"});
   expect_error([] { compute_bucket_assignment_by_size({at::ones({1, 1}).to_sparse()}, {1}); }, {"tensor 0", "sparse"});
+  const std::vector<at::Tensor> two = {at::ones({1}), at::ones({1})};
+  expect_error([&] { compute_bucket_assignment_by_size(two, {1}, {}, {0}); }, {"1 indices", "2 tensors"});
+  expect_error([&] { compute_bucket_assignment_by_size(two, {1}, {}, {1, 1}); }, {"tensor 1", "each once"});
+  expect_error([&] { compute_bucket_assignment_by_size(two, {1}, {}, {0, 2}); }, {"index 2", "0 to 1"});
+}
+
+// DDP-24: tensors are given in the order they are filled in, with the indices they have.
+TEST(BucketPlan, AssignsTensorsInTheirOrderUnderTheirIndices) {
+  const std::vector<at::Tensor> tensors = {at::ones({2}), at::ones({1}), at::ones({1}), at::ones({1})};
+  const auto buckets = compute_bucket_assignment_by_size(tensors, {8}, {false, true, false, false}, {3, 0, 1, 2});
+  ASSERT_EQ(buckets.size(), 3U);
+  EXPECT_EQ(buckets[0].parameters, std::vector<std::size_t>({3}));
+  EXPECT_EQ(buckets[1].parameters, std::vector<std::size_t>({1}));
+  EXPECT_EQ(buckets[1].cap_bytes, kNoCap);
+  EXPECT_EQ(buckets[2].parameters, (std::vector<std::size_t>{0, 2}));
 }
 
 // DDP-26
