@@ -117,6 +117,7 @@ void Reducer::arm() {
   is_local_backward_expected_ = false;
   has_marked_unused_ = false;
   next_bucket_ = 0;
+  buckets_reduced_ = 0;
   is_ready_.assign(is_ready_.size(), false);
   ready_order_.clear();
   firings_left_ = firings_;
