@@ -32,6 +32,10 @@ void note(const char* kind, const std::string& unit, const char* state, std::siz
   announce(std::move(event));
 }
 
+std::size_t bytes_of(const at::Tensor& tensor) {
+  return tensor.is_sparse() ? tensor._indices().nbytes() + tensor._values().nbytes() : tensor.nbytes();
+}
+
 }  // namespace
 
 Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<ParameterInfo> infos, GroupPtr group,
@@ -254,7 +258,7 @@ void Reducer::launch(detail::Bucket& bucket) {
     return;
   }
   if (!times_.stamp(Mark::kBackwardCommStart)) times_.record(Mark::kBackwardCommStart);
-  if (is_observed()) note("bucket", str("bucket ", bucket.index()), "launch", bucket.buffer().nbytes());
+  if (is_observed()) note("bucket", str("bucket ", bucket.index()), "launch", bytes_of(bucket.buffer()));
   ++buckets_reduced_;
   if (!hook_ && !bucket.is_sparse()) {
     bucket.reduction = launch_all_reduce(bucket.buffer(), group_);
