@@ -123,7 +123,6 @@ void Reducer::arm() {
   next_bucket_ = 0;
   buckets_reduced_ = 0;
   is_ready_.assign(is_ready_.size(), false);
-  ready_order_.clear();
   firings_left_ = firings_;
   for (auto& bucket : buckets_) {
     bucket.gradients_missing = bucket.size();
@@ -184,6 +183,7 @@ void Reducer::autograd_hook(std::size_t index) {
     ++firings_[index];
     return;
   }
+  if (!has_begun_) ready_order_.clear();  // the last backward's
   if (!has_marked_unused_) {
     has_marked_unused_ = true;
     for (const auto unused : unused_) mark_ready(unused);
@@ -195,6 +195,7 @@ void Reducer::autograd_hook(std::size_t index) {
     }
     if (--firings_left_[index] > 0) return;
   }
+  ready_order_.push_back(index);
   mark_ready(index);
 }
 
@@ -212,7 +213,6 @@ void Reducer::check_not_ready_twice(std::size_t index) {
 void Reducer::mark_ready(std::size_t index) {
   check_not_ready_twice(index);
   is_ready_[index] = true;
-  ready_order_.push_back(index);
   ready_times_ns_[index] = (std::chrono::steady_clock::now() - armed_at_) / std::chrono::nanoseconds(1);
   if (should_rebuild_buckets() && !is_in_rebuild_order_[index]) {
     is_in_rebuild_order_[index] = true;

@@ -120,7 +120,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<std::size_t> unused_parameters() const;
   /// Bytes of parameters unused in the last step.
   std::size_t unused_parameter_bytes() const;
-  /// The order gradients came in in the last reduced backward.
+  /// The order gradients came in in the last reduced backward; parameters without one are left out.
   std::vector<std::size_t> ready_order() const;
   /// When each gradient came, in nanoseconds since the end of forward.
   std::vector<int64_t> backward_stats() const;
