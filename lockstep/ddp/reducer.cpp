@@ -196,6 +196,10 @@ void Reducer::autograd_hook(std::size_t index) {
     if (--firings_left_[index] > 0) return;
   }
   ready_order_.push_back(index);
+  if (should_rebuild_buckets() && !is_in_rebuild_order_[index]) {
+    is_in_rebuild_order_[index] = true;
+    rebuild_order_.push_back(index);
+  }
   mark_ready(index);
 }
 
@@ -214,10 +218,6 @@ void Reducer::mark_ready(std::size_t index) {
   check_not_ready_twice(index);
   is_ready_[index] = true;
   ready_times_ns_[index] = (std::chrono::steady_clock::now() - armed_at_) / std::chrono::nanoseconds(1);
-  if (should_rebuild_buckets() && !is_in_rebuild_order_[index]) {
-    is_in_rebuild_order_[index] = true;
-    rebuild_order_.push_back(index);
-  }
   if (is_observed()) note("gradient", name_of(index), "ready");
   has_begun_ = true;
   fix_divisor();
