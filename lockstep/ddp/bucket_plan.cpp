@@ -4,7 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <map>
+#include <optional>
 #include <ostream>
 #include <sstream>
 #include <unordered_map>
@@ -201,13 +201,20 @@ std::vector<PlannedBucket> compute_bucket_assignment_by_size(const std::vector<a
                                                              const std::vector<std::size_t>& tensor_indices) {
   TORCH_CHECK(expect_sparse_gradient.empty() || expect_sparse_gradient.size() == tensors.size(), "[lockstep/ddp] ",
               expect_sparse_gradient.size(), " flags were given for ", tensors.size(), " tensors");
-  std::vector<ParameterInfo> parameters;
+  TORCH_CHECK(tensor_indices.empty() || tensor_indices.size() == tensors.size(), "[lockstep/ddp] ",
+              tensor_indices.size(), " indices were given for ", tensors.size(), " tensors");
+  std::vector<std::optional<ParameterInfo>> by_index(tensors.size());
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     TORCH_CHECK(!tensors[i].is_sparse(), "[lockstep/ddp] tensor ", i,
                 " is sparse: parameters must be dense, only their gradients may be sparse");
-    parameters.push_back(
-        info_of(str("tensor ", i), tensors[i], !expect_sparse_gradient.empty() && expect_sparse_gradient[i]));
+    const auto index = tensor_indices.empty() ? i : tensor_indices[i];
+    TORCH_CHECK(index < tensors.size() && !by_index[index], "[lockstep/ddp] tensor ", i, " has index ", index, ", but ",
+                tensors.size(), " tensors must have the indices 0 to ", tensors.size() - 1, ", each once");
+    by_index[index] =
+        info_of(str("tensor ", index), tensors[i], !expect_sparse_gradient.empty() && expect_sparse_gradient[index]);
   }
+  std::vector<ParameterInfo> parameters;
+  for (auto& info : by_index) parameters.push_back(std::move(*info));
   return assign_buckets(parameters, bucket_size_limits, tensor_indices);
 }
 

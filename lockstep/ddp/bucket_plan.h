@@ -70,7 +70,9 @@ std::vector<PlannedBucket> assign_buckets(const std::vector<ParameterInfo>& para
                                           const std::vector<std::size_t>& caps_bytes,
                                           const std::vector<std::size_t>& order = {});
 
-/// The same for tensors, under the name Python has for it. The flags may be empty.
+/// The same for tensors, under the name and with the meaning it has in Python: tensors come in the order they are to be
+/// filled in, `tensor_indices` are the indices they have in the result (their places, if it is empty), and the flags,
+/// which may be empty too, go by index.
 std::vector<PlannedBucket> compute_bucket_assignment_by_size(const std::vector<at::Tensor>& tensors,
                                                              const std::vector<std::size_t>& bucket_size_limits,
                                                              const std::vector<bool>& expect_sparse_gradient = {},

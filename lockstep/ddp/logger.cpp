@@ -1,6 +1,6 @@
 #include "lockstep/ddp/logger.h"
 
-#include <c10/core/ScalarType.h>
+#include <c10/core/ScalarTypeToTypeMeta.h>
 
 #include <set>
 
@@ -14,11 +14,6 @@ using Mark = StepTimes::Mark;
 
 const std::set<int64_t> kSamplesSent = {10, 20, 50, 100, 500, 800, 1000};
 constexpr int kFirstIterations = 10;
-
-std::string lower(std::string text) {
-  for (auto& c : text) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
-  return text;
-}
 
 std::string bucket_sizes(const BucketPlan& plan) {
   std::vector<std::size_t> sizes;
@@ -34,7 +29,7 @@ DdpLogger::DdpLogger(std::shared_ptr<Reducer> reducer, const DdpOptions& options
   std::set<std::string> dtypes;
   std::size_t bytes = 0;
   for (const auto& parameter : plan.parameters()) {
-    dtypes.insert(lower(c10::toString(parameter.dtype)));
+    dtypes.emplace(c10::scalarTypeToTypeMeta(parameter.dtype).name());
     bytes += parameter.bytes();
   }
   const auto& group = reducer_->group();

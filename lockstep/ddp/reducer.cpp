@@ -32,6 +32,10 @@ void note(const char* kind, const std::string& unit, const char* state, std::siz
   announce(std::move(event));
 }
 
+std::size_t bytes_of(const at::Tensor& tensor) {
+  return tensor.is_sparse() ? tensor._indices().nbytes() + tensor._values().nbytes() : tensor.nbytes();
+}
+
 }  // namespace
 
 Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<ParameterInfo> infos, GroupPtr group,
@@ -117,8 +121,8 @@ void Reducer::arm() {
   is_local_backward_expected_ = false;
   has_marked_unused_ = false;
   next_bucket_ = 0;
+  buckets_reduced_ = 0;
   is_ready_.assign(is_ready_.size(), false);
-  ready_order_.clear();
   firings_left_ = firings_;
   for (auto& bucket : buckets_) {
     bucket.gradients_missing = bucket.size();
@@ -179,6 +183,7 @@ void Reducer::autograd_hook(std::size_t index) {
     ++firings_[index];
     return;
   }
+  if (!has_begun_) ready_order_.clear();  // the last backward's
   if (!has_marked_unused_) {
     has_marked_unused_ = true;
     for (const auto unused : unused_) mark_ready(unused);
@@ -189,6 +194,11 @@ void Reducer::autograd_hook(std::size_t index) {
                "changed, which static_graph does not allow. Use find_unused_parameters instead."));
     }
     if (--firings_left_[index] > 0) return;
+  }
+  ready_order_.push_back(index);
+  if (should_rebuild_buckets() && !is_in_rebuild_order_[index]) {
+    is_in_rebuild_order_[index] = true;
+    rebuild_order_.push_back(index);
   }
   mark_ready(index);
 }
@@ -207,12 +217,7 @@ void Reducer::check_not_ready_twice(std::size_t index) {
 void Reducer::mark_ready(std::size_t index) {
   check_not_ready_twice(index);
   is_ready_[index] = true;
-  ready_order_.push_back(index);
   ready_times_ns_[index] = (std::chrono::steady_clock::now() - armed_at_) / std::chrono::nanoseconds(1);
-  if (should_rebuild_buckets() && !is_in_rebuild_order_[index]) {
-    is_in_rebuild_order_[index] = true;
-    rebuild_order_.push_back(index);
-  }
   if (is_observed()) note("gradient", name_of(index), "ready");
   has_begun_ = true;
   fix_divisor();
@@ -253,8 +258,7 @@ void Reducer::launch(detail::Bucket& bucket) {
     return;
   }
   if (!times_.stamp(Mark::kBackwardCommStart)) times_.record(Mark::kBackwardCommStart);
-  if (is_observed())
-    note("bucket", str("bucket ", bucket.index()), "launch", bucket.is_sparse() ? 0 : bucket.buffer().nbytes());
+  if (is_observed()) note("bucket", str("bucket ", bucket.index()), "launch", bytes_of(bucket.buffer()));
   ++buckets_reduced_;
   if (!hook_ && !bucket.is_sparse()) {
     bucket.reduction = launch_all_reduce(bucket.buffer(), group_);

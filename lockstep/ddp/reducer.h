@@ -113,13 +113,14 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   const GroupPtr& group() const { return group_; }
   bool has_rebuilt_buckets() const { return has_rebuilt_; }
   int64_t iterations() const { return iterations_; }
+  /// In the last reduced backward.
   int64_t buckets_reduced() const { return buckets_reduced_; }
   /// The set of unused parameters has been the same in all steps.
   bool is_graph_static() const { return is_graph_static_; }
   std::vector<std::size_t> unused_parameters() const;
   /// Bytes of parameters unused in the last step.
   std::size_t unused_parameter_bytes() const;
-  /// The order gradients came in in the last reduced backward.
+  /// The order gradients came in in the last reduced backward; parameters without one are left out.
   std::vector<std::size_t> ready_order() const;
   /// When each gradient came, in nanoseconds since the end of forward.
   std::vector<int64_t> backward_stats() const;
@@ -193,6 +194,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool has_begun_ = false;  // some gradient is in a bucket, the reduction is unfinished
   bool has_marked_unused_ = false;
   std::size_t next_bucket_ = 0;
+  int64_t buckets_reduced_ = 0;
   std::vector<bool> is_ready_;
   std::vector<std::size_t> ready_order_;
   std::vector<int64_t> ready_times_ns_;
@@ -216,7 +218,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<std::size_t> rebuild_order_;
   std::vector<bool> is_in_rebuild_order_;
   int64_t iterations_ = 0;
-  int64_t buckets_reduced_ = 0;
   detail::StepTimes times_;
   bool has_warned_of_local_backward_ = false;
   bool has_warned_of_strides_ = false;

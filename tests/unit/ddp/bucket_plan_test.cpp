@@ -91,6 +91,21 @@ TEST(BucketPlan, RefusesWhatCannotBeAssigned) {
   expect_error([] { compute_bucket_assignment_by_size({at::ones({1})}, {1}, {false, true}); },
                {"2 flags", "1 tensors"});
   expect_error([] { compute_bucket_assignment_by_size({at::ones({1, 1}).to_sparse()}, {1}); }, {"tensor 0", "sparse"});
+  const std::vector<at::Tensor> two = {at::ones({1}), at::ones({1})};
+  expect_error([&] { compute_bucket_assignment_by_size(two, {1}, {}, {0}); }, {"1 indices", "2 tensors"});
+  expect_error([&] { compute_bucket_assignment_by_size(two, {1}, {}, {1, 1}); }, {"tensor 1", "each once"});
+  expect_error([&] { compute_bucket_assignment_by_size(two, {1}, {}, {0, 2}); }, {"index 2", "0 to 1"});
+}
+
+// DDP-24: tensors are given in the order they are filled in, with the indices they have.
+TEST(BucketPlan, AssignsTensorsInTheirOrderUnderTheirIndices) {
+  const std::vector<at::Tensor> tensors = {at::ones({2}), at::ones({1}), at::ones({1}), at::ones({1})};
+  const auto buckets = compute_bucket_assignment_by_size(tensors, {8}, {false, true, false, false}, {3, 0, 1, 2});
+  ASSERT_EQ(buckets.size(), 3U);
+  EXPECT_EQ(buckets[0].parameters, std::vector<std::size_t>({3}));
+  EXPECT_EQ(buckets[1].parameters, std::vector<std::size_t>({1}));
+  EXPECT_EQ(buckets[1].cap_bytes, kNoCap);
+  EXPECT_EQ(buckets[2].parameters, (std::vector<std::size_t>{0, 2}));
 }
 
 // DDP-26
