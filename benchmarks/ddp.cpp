@@ -50,7 +50,7 @@ struct Measured {
 
 std::vector<std::string> arguments_for(const Plan& plan, const std::string& model, const std::string& contenders,
                                        double seconds) {
-  return {"--model",    model,      "--width",   std::to_string(plan.width),
+  return {"--model",      model,      "--width",   std::to_string(plan.width),
           "--contenders", contenders, "--seconds", std::to_string(seconds)};
 }
 

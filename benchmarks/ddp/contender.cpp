@@ -49,8 +49,8 @@ std::shared_ptr<Reducer> make_reducer(const std::vector<at::Tensor>& parameters,
   if constexpr (std::is_constructible_v<Reducer, std::vector<at::Tensor>, Buckets, GroupPtr, std::vector<bool>, int64_t,
                                         bool, bool, std::unordered_map<std::size_t, std::string>, int64_t, bool, bool,
                                         std::vector<int64_t>>) {
-    return std::make_shared<Reducer>(parameters, buckets, group, sparse, cap, false, as_view, names, first, false, false,
-                                     std::vector<int64_t>{});
+    return std::make_shared<Reducer>(parameters, buckets, group, sparse, cap, false, as_view, names, first, false,
+                                     false, std::vector<int64_t>{});
   } else if constexpr (std::is_constructible_v<Reducer, std::vector<at::Tensor>, Buckets, std::vector<std::size_t>,
                                                GroupPtr, std::vector<bool>, int64_t, bool, bool,
                                                std::unordered_map<std::size_t, std::string>, int64_t, bool, bool>) {

@@ -19,8 +19,8 @@ struct Case {
   bool as_view = false;
 };
 
-/// "local": no communication. "ours": DistributedDataParallel over the world's group. "c10d-reducer": libtorch's Reducer
-/// over gloo (or NCCL for CUDA tensors), as Python's wrapper drives it. Collective.
+/// "local": no communication. "ours": DistributedDataParallel over the world's group. "c10d-reducer": libtorch's
+/// Reducer over gloo (or NCCL for CUDA tensors), as Python's wrapper drives it. Collective.
 Contender make_contender(const std::string& name, const Case& which, const World& world);
 
 }  // namespace lockstep::bench

@@ -50,7 +50,8 @@ void run_rank(const RankPlan& plan) {
     for (int i = 0; i < kWarmUpSteps; ++i) contender.step();
     turn += milliseconds_of(contender, world) / 1000;
   }
-  auto steps = at::full({1}, std::clamp(static_cast<int64_t>(plan.seconds / turn), kFewestSteps, kMostSteps), at::kLong);
+  auto steps =
+      at::full({1}, std::clamp(static_cast<int64_t>(plan.seconds / turn), kFewestSteps, kMostSteps), at::kLong);
   broadcast(steps, 0, world.group());
   const auto count = steps.item<int64_t>();
   const auto times = at::empty({count, static_cast<int64_t>(contenders.size())}, at::kDouble);
@@ -63,7 +64,8 @@ void run_rank(const RankPlan& plan) {
   if (world.rank() == 0) {
     for (std::size_t i = 0; i < contenders.size(); ++i) {
       for (int64_t step = 0; step < count; ++step) {
-        std::printf("sample %s %.6f\n", contenders[i].name.c_str(), times[step][static_cast<int64_t>(i)].item<double>());
+        std::printf("sample %s %.6f\n", contenders[i].name.c_str(),
+                    times[step][static_cast<int64_t>(i)].item<double>());
       }
     }
     if (contenders.size() == 1) std::printf("peak %s %.0f\n", contenders[0].name.c_str(), peak_bytes());
