@@ -20,7 +20,7 @@ at::Tensor decompressed(const at::Tensor& buffer, const at::Tensor& result) {
 CommHook compress_hook(const std::string& name, at::ScalarType dtype, const GroupPtr& group) {
   return {.name = name, .run = [dtype, group](GradBucket& bucket) {
             const at::NoGradGuard no_grad;
-            const auto buffer = bucket.buffer();
+            const auto& buffer = bucket.buffer();
             return then(detail::average_future(buffer.to(dtype), group),
                         [buffer](const at::Tensor& result) { return decompressed(buffer, result); });
           }};

@@ -75,16 +75,16 @@ DDPCommHookType ddp_comm_hook_type(const std::string& name) {
   TORCH_CHECK(false, "[lockstep/ddp] there is no comm hook '", name, "'. There are ", join(known, ", "));
 }
 
-CommHook ddp_comm_hook(DDPCommHookType type, GroupPtr group) {
+CommHook ddp_comm_hook(DDPCommHookType type, const GroupPtr& group) {
   return entry_of(type).make(group);
 }
 
-void register_ddp_comm_hook(DDPCommHookType type, DdpEngine& ddp, GroupPtr group) {
-  ddp.register_comm_hook(ddp_comm_hook(type, std::move(group)));
+void register_ddp_comm_hook(DDPCommHookType type, DdpEngine& ddp, const GroupPtr& group) {
+  ddp.register_comm_hook(ddp_comm_hook(type, group));
 }
 
-void register_ddp_comm_hook(const std::string& name, DdpEngine& ddp, GroupPtr group) {
-  register_ddp_comm_hook(ddp_comm_hook_type(name), ddp, std::move(group));
+void register_ddp_comm_hook(const std::string& name, DdpEngine& ddp, const GroupPtr& group) {
+  register_ddp_comm_hook(ddp_comm_hook_type(name), ddp, group);
 }
 
 }  // namespace lockstep

@@ -2,6 +2,8 @@
 
 #include <c10/core/ScalarTypeToTypeMeta.h>
 
+#include <algorithm>
+#include <iterator>
 #include <set>
 
 #include "lockstep/base/env.h"
@@ -12,7 +14,7 @@ namespace {
 
 using Mark = StepTimes::Mark;
 
-const std::set<int64_t> kSamplesSent = {10, 20, 50, 100, 500, 800, 1000};
+constexpr int64_t kSamplesSent[] = {10, 20, 50, 100, 500, 800, 1000};
 constexpr int kFirstIterations = 10;
 
 std::string bucket_sizes(const BucketPlan& plan) {
@@ -66,8 +68,8 @@ DdpLogger::~DdpLogger() {
   try {
     set("can_set_static_graph", reducer_->is_graph_static() ? 1 : 0);
     c10::LogPyTorchDDPUsage(data());
-  } catch (const std::exception&) {
-    // Somebody's sink threw; nobody is left to tell.
+  } catch (const std::exception& error) {
+    LOG(WARNING) << "[lockstep/ddp] the log's sink failed: " << error.what();
   }
 }
 
@@ -132,7 +134,9 @@ void DdpLogger::set_runtime_stats_and_log() {
     set("rebuilt_per_bucket_param_indices", join(indices, ", "));
   }
   set_times();
-  if (kSamplesSent.contains(samples_)) c10::LogPyTorchDDPUsage(data());
+  if (std::find(std::begin(kSamplesSent), std::end(kSamplesSent), samples_) != std::end(kSamplesSent)) {
+    c10::LogPyTorchDDPUsage(data());
+  }
 }
 
 void DdpLogger::set_times() {

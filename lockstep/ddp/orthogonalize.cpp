@@ -1,8 +1,10 @@
 #include "lockstep/ddp/orthogonalize.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/linalg_qr.h>
 #include <ATen/ops/linalg_vector_norm.h>
+#include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
 namespace lockstep::detail {
@@ -18,7 +20,7 @@ void gram_schmidt(const at::Tensor& matrices, double epsilon) {
       column.sub_(at::bmm(done, at::bmm(done.transpose(1, 2), column)));
     }
     // Squares of half types overflow soon.
-    const auto length = at::linalg_vector_norm(column.to(at::promote_types(column.scalar_type(), at::kFloat)), 2,
+    const auto length = at::linalg_vector_norm(column.to(c10::promoteTypes(column.scalar_type(), at::kFloat)), 2,
                                                at::IntArrayRef({1}), /*keepdim=*/true);
     column.div_(epsilon == 0 ? length.masked_fill(length == 0, 1) : length + epsilon);
     if (i + 1 == columns) return;

@@ -18,7 +18,7 @@ GroupPtr PostLocalSGDState::next_group(const GradBucket& bucket) {
   return options_.subgroup;
 }
 
-CommHook post_local_sgd_hook(std::shared_ptr<PostLocalSGDState> state) {
+CommHook post_local_sgd_hook(const std::shared_ptr<PostLocalSGDState>& state) {
   TORCH_CHECK(state, "[lockstep/ddp] post_local_sgd_hook was given no state");
   return {.name = "post_localSGD_hook", .run = [state](GradBucket& bucket) {
             const auto group = state->next_group(bucket);

@@ -39,6 +39,6 @@ class PostLocalSGDState {
 };
 
 /// Python's post_localSGD_hook.
-CommHook post_local_sgd_hook(std::shared_ptr<PostLocalSGDState> state);
+CommHook post_local_sgd_hook(const std::shared_ptr<PostLocalSGDState>& state);
 
 }  // namespace lockstep

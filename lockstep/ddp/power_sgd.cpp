@@ -171,7 +171,7 @@ std::vector<Factored> factor(const std::vector<Shape>& shapes, bool is_batched, 
   std::vector<Factored> factored;
   int64_t p_offset = 0;
   int64_t q_offset = 0;
-  const auto add = [&](const Shape& shape, at::Tensor m, std::vector<at::Tensor> parts) {
+  const auto add = [&](const Shape& shape, const at::Tensor& m, std::vector<at::Tensor> parts) {
     const auto p_length = m.size(0) * shape.rows * shape.rank;
     const auto q_length = m.size(0) * shape.columns * shape.rank;
     factored.push_back({.m = m,
@@ -313,12 +313,12 @@ FuturePtr run_batched_power_sgd(PowerSGDState& state, GradBucket& bucket) {
 
 }  // namespace
 
-CommHook power_sgd_hook(std::shared_ptr<PowerSGDState> state) {
+CommHook power_sgd_hook(const std::shared_ptr<PowerSGDState>& state) {
   TORCH_CHECK(state, "[lockstep/ddp] power_sgd_hook was given no state");
   return {.name = "powerSGD_hook", .run = [state](GradBucket& bucket) { return run_power_sgd(*state, bucket); }};
 }
 
-CommHook batched_power_sgd_hook(std::shared_ptr<PowerSGDState> state) {
+CommHook batched_power_sgd_hook(const std::shared_ptr<PowerSGDState>& state) {
   TORCH_CHECK(state, "[lockstep/ddp] batched_power_sgd_hook was given no state");
   return {.name = "batched_powerSGD_hook",
           .run = [state](GradBucket& bucket) { return run_batched_power_sgd(*state, bucket); }};

@@ -12,9 +12,9 @@ namespace lockstep {
 /// Python's powerSGD_hook: every parameter is a matrix (dim 0 by the rest), and is compressed if that makes it smaller
 /// by more than the state's min_compression_rate; the others are averaged in one piece. Local to make; in the first
 /// compressed step it may make a group, which is collective over the state's.
-CommHook power_sgd_hook(std::shared_ptr<PowerSGDState> state);
+CommHook power_sgd_hook(const std::shared_ptr<PowerSGDState>& state);
 
 /// Python's batched_powerSGD_hook: the whole bucket is one square matrix, padded with zeros. Faster, much less exact.
-CommHook batched_power_sgd_hook(std::shared_ptr<PowerSGDState> state);
+CommHook batched_power_sgd_hook(const std::shared_ptr<PowerSGDState>& state);
 
 }  // namespace lockstep

@@ -51,7 +51,7 @@ at::Tensor room_for_all(const at::Tensor& mine, const GroupPtr& group) {
 
 FuturePtr run_quantized(const GradBucket& bucket, const GroupPtr& group, int64_t row_length) {
   const at::NoGradGuard no_grad;
-  const auto buffer = bucket.buffer();
+  const auto& buffer = bucket.buffer();
   if (buffer.is_sparse() || bucket.sparse_rows() || buffer.numel() == 0) return detail::average_future(buffer, group);
   const auto length = buffer.numel();
   if (row_length == 0) row_length = length;

@@ -2,16 +2,19 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <utility>
+
 namespace lockstep::detail {
 
 void StepTimes::record(Mark mark) {
-  auto& point = points_[static_cast<std::size_t>(mark)].emplace();
   const auto now = std::chrono::system_clock::now().time_since_epoch();
-  point.host_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
-  if (device_.is_cpu()) return;
-  const c10::impl::VirtualGuardImpl guard(device_.type());
-  point.event.emplace(device_.type(), c10::EventFlag::BACKEND_DEFAULT);
-  point.event->record(guard.getStream(device_));
+  Point point{.host_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count(), .event = std::nullopt};
+  if (!device_.is_cpu()) {
+    const c10::impl::VirtualGuardImpl guard(device_.type());
+    point.event.emplace(device_.type(), c10::EventFlag::BACKEND_DEFAULT);
+    point.event->record(guard.getStream(device_));
+  }
+  points_[static_cast<std::size_t>(mark)] = std::move(point);
 }
 
 void StepTimes::clear() {

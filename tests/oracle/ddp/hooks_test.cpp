@@ -67,7 +67,7 @@ std::vector<Case> cases_of(const World& world) {
       {"post_local_subgroup", post_local({.subgroup = alone, .start_local_sgd_iter = 2})},
       {"post_local_none", post_local({.start_local_sgd_iter = 3, .post_local_gradient_allreduce = false})},
   };
-  const auto add = [&](const std::string& name, CommHook (*hook)(std::shared_ptr<PowerSGDState>),
+  const auto add = [&](const std::string& name, CommHook (*hook)(const std::shared_ptr<PowerSGDState>&),
                        const PowerSGDOptions& options) {
     const auto state = std::make_shared<PowerSGDState>(options);
     cases.push_back({name, hook(state), 1e-5, 0, state});

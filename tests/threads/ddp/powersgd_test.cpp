@@ -36,7 +36,7 @@ std::shared_ptr<PowerSGDState> state_of(const PowerSGDOptions& options) {
   return std::make_shared<PowerSGDState>(options);
 }
 
-using HookOf = CommHook (*)(std::shared_ptr<PowerSGDState>);
+using HookOf = CommHook (*)(const std::shared_ptr<PowerSGDState>&);
 const std::vector<HookOf> kForms = {power_sgd_hook, batched_power_sgd_hook};
 
 /// A bucket without a model: gradients of the given sizes, one after the other in `flat`.
