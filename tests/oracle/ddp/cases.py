@@ -13,6 +13,13 @@ import models
 SEEDS = (1, 2)
 MORE_SEEDS = (1, 2, 3, 4)  # of the plainest case of a family
 TINY_CAP_MB = 100 / 2**20  # 100 bytes: a bucket or two per layer
+# Dtypes of parameters, reduction and buffers.
+LOW_PRECISION = {
+    "bfloat16": ["bfloat16", "bfloat16", ""],
+    "bfloat16 summed in float": ["bfloat16", "float32", ""],
+    "half": ["float16", "float16", ""],
+    "bfloat16 with buffers": ["bfloat16", "", "bfloat16"],
+}
 
 
 @dataclasses.dataclass
@@ -149,6 +156,13 @@ def cases():
     yield Case("no_sync", "views", models.Mlp, {**tiny, **view}, accumulating)
     yield Case("no_sync", "conv", models.ConvNet, {}, accumulating)
     yield Case("no_sync", "transformer", models.Transformer, tiny, accumulating, learning_rate=0.002)
+    for name, dtypes in LOW_PRECISION.items():
+        options = {"mixed_precision": dtypes}
+        yield Case("precision", f"mlp, {name}", models.Mlp, options, plain(), has_one_model=False, seeds=MORE_SEEDS)
+        if dtypes[2]:  # BatchNorm on a CPU wants buffers in its weights' dtype
+            yield Case("precision", f"conv, {name}", models.ConvNet, options, plain(), has_one_model=False)
+        shared = {"learning_rate": 0.002, "has_one_model": False}
+        yield Case("precision", f"transformer, {name}", models.Transformer, options, plain(), **shared)
     large = {"model": models.FourLinears, "steps": plain(3), "records_tensors": False, "seeds": (1,)}
     yield Case("large", "one bucket first", options={}, **large)
     yield Case("large", "small bucket first", options=search, **large)

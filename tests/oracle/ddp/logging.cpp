@@ -38,6 +38,7 @@ void ExpectedLog::change(const Node& log) {
 }
 
 void ExpectedLog::expect_in(const c10::DDPLoggingData& ours) const {
+  if (values_.empty()) return;  // nothing of PyTorch's to compare with
   const bool has_two_dtypes = values_.at("dtypes").text().find(',') != std::string::npos;
   const bool has_static_graph = values_.contains("static_graph");
   for (const auto& [key, value] : values_) {

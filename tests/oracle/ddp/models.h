@@ -61,7 +61,12 @@ struct Block : torch::nn::Module {
     const auto scores = at::matmul(queries, key(normed).transpose(1, 2));
     const auto shares = at::softmax(scores / std::sqrt(static_cast<double>(input.size(2))), -1);
     const auto hidden = input + at::matmul(shares, value(normed));
-    return hidden + down(at::gelu(up(norm1(hidden))));
+    return hidden + apply(down, at::gelu(apply(up, norm1(hidden))));
+  }
+
+  /// torch::nn::Linear adds the bias afterwards if there are three dims, and rounds twice.
+  static at::Tensor apply(const torch::nn::Linear& layer, const at::Tensor& input) {
+    return at::linear(input, layer->weight, layer->bias);
   }
 
   static torch::nn::Linear without_bias(int64_t width) {

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import buckets
 import cases
+import low_precision
 import packing
 
 ROWS = 3  # of a rank's batch
@@ -94,12 +95,20 @@ def loss_of(model, batches, uses):
 def run_step(ddp, step, batches, uses):
     if step["zero"] != "keep":
         ddp.zero_grad(set_to_none=step["zero"] == "none")
-    scope = {"train": contextlib.nullcontext, "local": ddp.no_sync, "evaluate": torch.no_grad}[step["kind"]]
-    with scope():
+    scopes = {"train": contextlib.nullcontext, "local": lambda: ddp.no_sync(), "evaluate": torch.no_grad}
+    with scopes[step["kind"]]():
         loss = loss_of(ddp, batches, uses)
         if step["kind"] != "evaluate":
             loss.backward()
+            if isinstance(ddp, low_precision.LowPrecision):
+                ddp.reduce()
     return loss.detach()
+
+
+def wrapped(model, options):
+    if "mixed_precision" in options:
+        return low_precision.LowPrecision(model, options["mixed_precision"])
+    return DistributedDataParallel(model, **options)
 
 
 def local_gradients(model, batches, uses):
@@ -131,7 +140,7 @@ def train(case, seed, rank, world):
     results = {"steps": []}
     if case.records_tensors:
         results["local_gradients"] = local_gradients(model, given["steps"][0]["batches"], given["steps"][0]["uses"])
-    ddp = DistributedDataParallel(model, **case.options)
+    ddp = wrapped(model, case.options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=case.learning_rate, momentum=case.momentum)
     results["log"] = log_of(ddp)
     if case.records_tensors:

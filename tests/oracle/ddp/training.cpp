@@ -9,6 +9,18 @@
 #include "lockstep/base/str.h"
 
 namespace lockstep::ddp_oracle {
+namespace {
+
+/// By Python's name; empty is none.
+std::optional<at::ScalarType> dtype_of(const std::string& name) {
+  if (name.empty()) return std::nullopt;
+  if (name == "bfloat16") return at::kBFloat16;
+  if (name == "float16") return at::kHalf;
+  TORCH_CHECK(name == "float32", "the test does not know the dtype '", name, "'");
+  return at::kFloat;
+}
+
+}  // namespace
 
 DdpOptions options_of(const Case& file_case) {
   const auto options = file_case.facts["options"];
@@ -35,6 +47,10 @@ DdpOptions options_of(const Case& file_case) {
       result.gradient_as_bucket_view = value.flag();
     } else if (name == "batched_grad_copy") {
       result.batched_grad_copy = value.flag();
+    } else if (name == "mixed_precision") {
+      result.mixed_precision = MixedPrecision{.param_dtype = dtype_of(value[0].text()),
+                                              .reduce_dtype = dtype_of(value[1].text()),
+                                              .buffer_dtype = dtype_of(value[2].text())};
     } else {
       TORCH_CHECK(false, "the test does not know the option '", name, "'");
     }
