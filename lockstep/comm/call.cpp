@@ -6,6 +6,7 @@
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
+#include <mutex>
 
 #include "lockstep/base/str.h"
 
@@ -231,6 +232,11 @@ void flatten(std::vector<at::Tensor>& inputs, std::vector<at::Tensor>& outputs, 
 }  // namespace
 
 c10::intrusive_ptr<c10d::Work> dispatch(c10d::Backend& backend, const Call& call) {
+  // Every gloo group notes its calls in one recorder of the process, which libtorch guards only in part: the first call
+  // of a group changes a map that others read. Calls only start here, so nobody waits long.
+  static std::mutex gloo_starts;
+  std::unique_lock lock(gloo_starts, std::defer_lock);
+  if (backend.getBackendName() == "gloo") lock.lock();
   auto inputs = call.inputs;
   auto outputs = call.outputs;
   if (call.kind == CallKind::kAllGatherSingle || call.kind == CallKind::kReduceScatterSingle) {

@@ -12,6 +12,7 @@
 #include "lockstep/base/rank_local.h"
 #include "lockstep/base/str.h"
 #include "lockstep/comm/failure.h"
+#include "lockstep/comm/futures.h"
 #include "lockstep/comm/interposer.h"
 
 namespace lockstep {
@@ -177,11 +178,12 @@ c10::intrusive_ptr<c10::ivalue::Future> Pending::future() {
   if (!state_) return completed({});
   if (state_->works.empty()) return completed(state_->call.results());
   if (state_->works.size() == 1 && state_->divide_by <= 1) return state_->works[0]->getFuture();
-  c10::List<c10::intrusive_ptr<c10::ivalue::Future>> parts(c10::FutureType::create(c10::ListType::ofTensors()));
+  std::vector<FuturePtr> parts;
   for (const auto& work : state_->works) parts.push_back(work->getFuture());
-  return c10::collectAll(parts)->then(
+  return detail::all_of(parts)->then(
       [state = state_, parts](c10::ivalue::Future&) {
-        for (const c10::intrusive_ptr<c10::ivalue::Future>& part : parts) part->value();  // rethrows
+        for (const auto& part : parts) part->value();  // rethrows
+        detail::wait_on_stream(parts);
         state->finish(nullptr);
         return c10::IValue(state->call.results());
       },

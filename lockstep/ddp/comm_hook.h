@@ -6,7 +6,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
 
 #include <concepts>
 #include <functional>
@@ -16,11 +15,10 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/comm/futures.h"
 #include "lockstep/comm/group.h"
 
 namespace lockstep {
-
-using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
 /// The gradients that are reduced together, in one flat tensor.
 class GradBucket {
@@ -37,6 +35,8 @@ class GradBucket {
   };
   explicit GradBucket(Parts parts) : parts_(std::move(parts)) {}
 
+  /// Its place in the plan. After the first step buckets may be laid out anew: what a hook remembers belongs to
+  /// parameters(), not to this number.
   std::size_t index() const { return parts_.index; }
   /// The last one to be reduced in this backward.
   bool is_last() const { return parts_.index + 1 == parts_.bucket_count; }

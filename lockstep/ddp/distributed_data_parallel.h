@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "lockstep/ddp/engine.h"
+#include "lockstep/ddp/scatter_gather.h"
 #include "lockstep/ddp/tensor_tree.h"
 
 namespace lockstep {
@@ -88,6 +89,7 @@ class DistributedDataParallel : public torch::nn::Module {
 
   /// Backward of `loss`, with this rank's gradients counting `weight` times (its samples, or its tokens): the exact
   /// mean over all samples even if ranks have different numbers of them. Under no_sync() weights add up like gradients.
+  /// A rank without samples gives 0; its gradients are then left out, even if the mean over nothing made them NaN.
   void backward(const at::Tensor& loss, double weight = 1) { engine_->backward(loss, weight); }
 
   /// Forwards inside this scope, and their backwards, do not communicate.
@@ -134,6 +136,16 @@ class DistributedDataParallel : public torch::nn::Module {
   /// Throws if a reduction was begun and not finished.
   void check_finalized() { engine_->reducer()->check_finalized(); }
 
+  /// A batch in parts along options.dim, one per device, and back; see scatter_gather.h.
+  template <class Tree>
+  std::vector<Tree> scatter(const Tree& inputs, const std::vector<c10::Device>& devices) const {
+    return lockstep::scatter(inputs, devices, engine_->options().dim);
+  }
+  template <class Tree>
+  Tree gather(const std::vector<Tree>& outputs, c10::Device output_device) const {
+    return lockstep::gather(outputs, output_device, engine_->options().dim);
+  }
+
   /// Settings and buckets, to make a wrapper like this one: DistributedDataParallel(module, group, snapshot.options).
   DdpSnapshot snapshot() const { return engine_->snapshot(); }
   /// In full precision, whatever the wrapper computes in.
@@ -142,6 +154,8 @@ class DistributedDataParallel : public torch::nn::Module {
   }
 
   const BucketPlan& bucket_plan() const { return engine_->reducer()->plan(); }
+  /// How much of the last reduction's time was hidden behind backward, from 0 to 1; none before the first.
+  std::optional<double> overlap_share() const { return engine_->overlap_share(); }
   c10::DDPLoggingData get_ddp_logging_data() const { return engine_->logging_data(); }
   void set_ddp_runtime_logging_sample_rate(int sample_rate) { engine_->set_runtime_logging_sample_rate(sample_rate); }
   const GroupPtr& process_group() const { return engine_->group(); }

@@ -373,6 +373,7 @@ void DdpEngine::backward(const at::Tensor& loss, double weight) {
               "parameters delayed");
   TORCH_CHECK(weight >= 0, "[lockstep/ddp] a weight of ", weight, " was given: it cannot be negative");
   weight_so_far_ += weight;
+  const bool has_nothing_to_count = weight_so_far_ == 0;
   if (is_sync_enabled_) {
     // As a double: token counts of large batches do not fit a float.
     const auto total = at::full({1}, weight_so_far_, at::TensorOptions(at::kDouble).device(device_));
@@ -384,6 +385,8 @@ void DdpEngine::backward(const at::Tensor& loss, double weight) {
     }
     weight_so_far_ = 0;
     reducer_->set_divisor(sum);
+    // The mean over nothing is NaN, and so is zero times it.
+    if (has_nothing_to_count) reducer_->leave_out_own_gradients();
   }
   (loss * weight).backward();
 }

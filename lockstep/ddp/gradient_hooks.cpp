@@ -1,7 +1,7 @@
 #include "lockstep/ddp/gradient_hooks.h"
 
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/node.h>
 
 namespace lockstep::detail {
 namespace {

@@ -1,6 +1,7 @@
 #include "lockstep/ddp/logger.h"
 
 #include <c10/core/ScalarTypeToTypeMeta.h>
+#include <torch/csrc/distributed/c10d/debug.h>
 
 #include <algorithm>
 #include <iterator>
@@ -134,6 +135,7 @@ void DdpLogger::set_runtime_stats_and_log() {
     set("rebuilt_per_bucket_param_indices", join(indices, ", "));
   }
   set_times();
+  if (c10d::debug_level() == c10d::DebugLevel::Detail) LOG(INFO) << times_text();
   if (std::find(std::begin(kSamplesSent), std::end(kSamplesSent), samples_) != std::end(kSamplesSent)) {
     c10::LogPyTorchDDPUsage(data());
   }
@@ -172,6 +174,19 @@ void DdpLogger::set_times() {
   stamp("backward_compute_time_end", Mark::kBackwardComputeEnd);
   stamp("backward_comm_time_start", Mark::kBackwardCommStart);
   stamp("backward_comm_time_end", Mark::kBackwardCommEnd);
+}
+
+std::string DdpLogger::times_text() const {
+  const std::lock_guard lock(mutex_);
+  const auto microseconds = [&](const std::string& key) {
+    const auto found = data_.ints_map.find(key);
+    return found == data_.ints_map.end() ? std::string("unknown") : str(found->second / 1000, " us");
+  };
+  return str("[lockstep/ddp] rank ", reducer_->group()->getRank(), " of ", reducer_->group()->getSize(), ": step ",
+             data_.ints_map.at("iteration"), ": forward ", microseconds("forward_compute_time"), ", backward ",
+             microseconds("backward_compute_time"), ", communication ", microseconds("backward_comm_time"),
+             ", of which hidden ", microseconds("backward_compute_comm_overlap_time"), "; ",
+             data_.ints_map.at("num_buckets_reduced"), " buckets reduced");
 }
 
 c10::DDPLoggingData DdpLogger::data() const {

@@ -48,6 +48,8 @@ class DdpLogger {
   void set(const std::string& key, int64_t value);
   void set_environment();
   void set_times();
+  /// Of the last sampled step.
+  std::string times_text() const;
 
   const std::shared_ptr<Reducer> reducer_;
   const bool has_times_;

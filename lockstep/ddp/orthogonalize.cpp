@@ -7,6 +7,8 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
+#include <mutex>
+
 namespace lockstep::detail {
 namespace {
 
@@ -38,6 +40,10 @@ void orthogonalize(const at::Tensor& matrices, double epsilon) {
   if (matrices.size(2) <= 2 || dtype == at::kHalf || dtype == at::kBFloat16) {
     gram_schmidt(matrices, epsilon);
   } else {
+    // libtorch loads its linear algebra for accelerators on first use, and fails if two threads do so at once.
+    static std::mutex one_at_a_time;
+    std::unique_lock lock(one_at_a_time, std::defer_lock);
+    if (!matrices.is_cpu()) lock.lock();
     matrices.copy_(std::get<0>(at::linalg_qr(matrices)));
   }
 }

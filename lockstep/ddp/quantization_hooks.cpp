@@ -10,8 +10,8 @@
 #include <limits>
 
 #include "lockstep/comm/collectives.h"
+#include "lockstep/comm/futures.h"
 #include "lockstep/ddp/default_hooks.h"
-#include "lockstep/ddp/futures.h"
 
 namespace lockstep {
 namespace {

@@ -330,6 +330,7 @@ void Reducer::forget_reduction() {
   expects_hooks_ = false;
   has_begun_ = false;
   divisor_.reset();
+  leaves_out_own_ = false;
   sparse_metadata_.clear();
   for (auto& bucket : buckets_) {
     bucket.reduction.reset();
@@ -523,6 +524,11 @@ void Reducer::set_divisor(double divisor) {
 void Reducer::set_divisor_source(std::function<double()> source) {
   const std::lock_guard lock(mutex_);
   divisor_source_ = std::move(source);
+}
+
+void Reducer::leave_out_own_gradients() {
+  const std::lock_guard lock(mutex_);
+  leaves_out_own_ = true;
 }
 
 void Reducer::set_consumer(Consumer consumer) {

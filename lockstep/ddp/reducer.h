@@ -87,6 +87,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void set_divisor(double divisor);
   /// As set_divisor, with a number that is known later: asked for when the first gradient is there.
   void set_divisor_source(std::function<double()> source);
+  /// In the next reduction this rank's gradients count as zeros, whatever backward computes: NaN too.
+  void leave_out_own_gradients();
   /// Offered every reduced gradient before it is written: if it returns true, it has used it up and .grad is left
   /// alone. Called in plan order at the end of backward, while later buckets may still be on their way.
   using Consumer = std::function<bool(std::size_t index, const at::Tensor& gradient)>;
@@ -200,6 +202,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<int64_t> ready_times_ns_;
   std::optional<double> divisor_;
   std::function<double()> divisor_source_;
+  bool leaves_out_own_ = false;
   std::vector<FuturePtr> installed_futures_;
   std::map<std::string, at::Tensor> sparse_metadata_;
   std::chrono::steady_clock::time_point armed_at_;

@@ -2,6 +2,7 @@
 #include <ATen/ops/searchsorted.h>
 #include <ATen/ops/sparse_coo_tensor.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
@@ -44,11 +45,12 @@ void Reducer::take_dense_gradient(detail::Bucket& bucket, std::size_t place) {
     }
     check_gradient(bucket, place, grad);
     if (is_identity()) return false;
-    if (grad.is_alias_of(view)) {
+    if (leaves_out_own_) {
+      view.zero_();
+    } else if (grad.is_alias_of(view)) {
       if (scale() != 1) view.mul_(scale());
       return false;
-    }
-    if (options_.batched_grad_copy && !has_graph) {
+    } else if (options_.batched_grad_copy && !has_graph) {
       bucket.deferred.emplace_back(place, grad);
     } else {
       detail::copy_scaled(view, grad, scale());
@@ -102,7 +104,11 @@ void Reducer::take_sparse_gradient(detail::Bucket& bucket) {
       dense.index_add_(0, places[0], gradient.values());
       gradient = dense;
     }
-    if (scale() != 1) gradient = gradient.mul(scale());
+    if (leaves_out_own_) {
+      gradient = at::zeros_like(gradient);
+    } else if (scale() != 1) {
+      gradient = gradient.mul(scale());
+    }
     bucket.set_sparse_gradient(gradient, rows);
     return false;
   });

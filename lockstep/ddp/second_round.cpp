@@ -6,7 +6,7 @@
 
 #include "lockstep/base/rank_local.h"
 #include "lockstep/comm/collectives.h"
-#include "lockstep/ddp/futures.h"
+#include "lockstep/comm/futures.h"
 
 namespace lockstep::detail {
 

@@ -8,7 +8,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include <torch/csrc/autograd/node.h>
+#include <torch/csrc/autograd/function.h>
 
 #include "lockstep/comm/pending.h"
 

@@ -10,6 +10,8 @@ import sys
 import tempfile
 import warnings
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # PyTorch's PowerSGD waits for a GPU, if there is one, whatever it is given
+
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing

@@ -11,9 +11,10 @@
 namespace lockstep::ddp_oracle {
 namespace {
 
-/// Says how ranks were started, or names another backend.
-bool is_comparable(const std::string& key, const std::string& backend) {
+/// Does not say how ranks were started, or name another backend or device.
+bool is_comparable(const std::string& key, const std::string& backend, c10::Device device) {
   if (key.starts_with("master_")) return false;
+  if (!device.is_cpu() && key.find("device") != std::string::npos) return false;
   return backend == "gloo" || (key != "backend_name" && !key.starts_with("gloo_"));
 }
 
@@ -27,13 +28,14 @@ std::string sorted_parts(const std::string& text) {
 
 }  // namespace
 
-ExpectedLog::ExpectedLog(const Node& log, std::string backend) : backend_(std::move(backend)) {
+ExpectedLog::ExpectedLog(const Node& log, std::string backend, c10::Device device)
+    : backend_(std::move(backend)), device_(device) {
   change(log);
 }
 
 void ExpectedLog::change(const Node& log) {
   for (const auto& key : log.keys()) {
-    if (is_comparable(key, backend_)) values_.insert_or_assign(key, log[key]);
+    if (is_comparable(key, backend_, device_)) values_.insert_or_assign(key, log[key]);
   }
 }
 

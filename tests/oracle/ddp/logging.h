@@ -13,7 +13,7 @@ namespace lockstep::ddp_oracle {
 class ExpectedLog {
  public:
   /// What Python shows after construction.
-  ExpectedLog(const Node& log, std::string backend);
+  ExpectedLog(const Node& log, std::string backend, c10::Device device);
   /// Keys that have changed since construction.
   void change(const Node& log);
   /// EXPECTs every key with its value. Ours may have more keys: Python adds some only when they are set.
@@ -21,6 +21,7 @@ class ExpectedLog {
 
  private:
   const std::string backend_;
+  const c10::Device device_;
   std::map<std::string, Node> values_;
 };
 

@@ -81,12 +81,16 @@ void load(const NamedTensors& tensors, const Node& values) {
 
 }  // namespace
 
-std::shared_ptr<Model> initial_model(const Case& file_case, int rank) {
+std::shared_ptr<Model> initial_model(const Case& file_case, int rank, c10::Device device) {
   auto model = make_model(file_case.facts["model"].text());
   const auto initial = file_case.ranks[rank]["given"]["initial"];
-  if (!initial.has("parameters")) return model;
+  if (!initial.has("parameters")) {
+    model->to(device);
+    return model;
+  }
   load(parameters_of(*model), initial["parameters"]);
   load(detail::buffers_of(*model, {}), initial["buffers"]);
+  model->to(device);
   const auto frozen = file_case.facts["frozen"].texts();
   for (const auto& [name, parameter] : parameters_of(*model)) {
     parameter.set_requires_grad(std::find(frozen.begin(), frozen.end(), name) == frozen.end());
@@ -104,13 +108,13 @@ torch::optim::SGD make_optimizer(const torch::nn::Module& model, const Case& fil
                                            .momentum(file_case.facts["momentum"].number()));
 }
 
-RankStep rank_step(const Case& file_case, int rank, std::size_t step) {
+RankStep rank_step(const Case& file_case, int rank, std::size_t step, c10::Device device) {
   const auto given = file_case.ranks[rank]["given"]["steps"][step];
   RankStep result{.batches = {}, .uses = given["uses"].integers()};
   const auto batches = given["batches"];
   for (std::size_t i = 0; i < batches.size(); ++i) {
     // Copies for the same reason as in load().
-    result.batches.push_back({batches[i][0].tensor().clone(), batches[i][1].tensor().clone()});
+    result.batches.push_back({batches[i][0].tensor().clone().to(device), batches[i][1].tensor().clone().to(device)});
   }
   return result;
 }
@@ -143,8 +147,8 @@ at::Tensor flat_state(const torch::nn::Module& model, bool has_buffers) {
 void expect_same(const at::Tensor& actual, const at::Tensor& expected, Tolerance tolerance, const std::string& what) {
   ASSERT_EQ(actual.scalar_type(), expected.scalar_type()) << what;
   ASSERT_EQ(actual.sizes(), expected.sizes()) << what;
-  const auto ours = actual.detach().contiguous();
-  const auto theirs = expected.contiguous();
+  const auto ours = actual.detach().cpu().contiguous();
+  const auto theirs = expected.cpu().contiguous();
   const auto describe = [&] {
     return str(what, ": differs by up to ", (ours - theirs).abs().max().item().toDouble(), "; the largest value is ",
                theirs.abs().max().item().toDouble());

@@ -31,7 +31,7 @@ class EnvironmentScope {
 };
 
 /// A model with what rank `rank` began with.
-std::shared_ptr<Model> initial_model(const Case& file_case, int rank);
+std::shared_ptr<Model> initial_model(const Case& file_case, int rank, c10::Device device = c10::kCPU);
 
 /// Each parameter once, under its first name.
 inline NamedTensors parameters_of(const torch::nn::Module& model) {
@@ -50,7 +50,7 @@ struct RankStep {
   std::vector<Batch> batches;
   std::vector<int64_t> uses;
 };
-RankStep rank_step(const Case& file_case, int rank, std::size_t step);
+RankStep rank_step(const Case& file_case, int rank, std::size_t step, c10::Device device = c10::kCPU);
 
 /// `model` is a Model, or a wrapper around one.
 template <class M>
@@ -72,7 +72,8 @@ at::Tensor flat_state(const torch::nn::Module& model, bool has_buffers = true);
 /// No tolerance: every bit.
 using Tolerance = std::optional<double>;
 
-/// EXPECTs equal dtypes and sizes, and equal values: bits, or up to a relative and absolute tolerance.
+/// EXPECTs, wherever the tensors are, equal dtypes and sizes, and equal values: bits, or up to a relative and absolute
+/// tolerance.
 void expect_same(const at::Tensor& actual, const at::Tensor& expected, Tolerance tolerance, const std::string& what);
 
 /// The gradients of `model` are those of the reference, which has none where there is none and tells indices and values

@@ -22,12 +22,20 @@ bool is_divided_otherwise(const Case& file_case) {
          options.has("batched_grad_copy");
 }
 
+/// Where the ranks' models are, and what their sums travel by.
+struct Setting {
+  std::string backend;
+  c10::Device device;
+};
+
 /// Two numbers have one sum in any order. Of three, gloo's order is Python's if the buckets are; shm has another one.
-Tolerance tolerance_of(const Case& file_case, int world_size, const std::string& backend) {
-  if (world_size == 2) return std::nullopt;
-  if (file_case.facts["options"].has("mixed_precision"))
-    return 0.1;  // sums of three round at 2^-8, and steps let it grow
-  if (backend == "gloo" && !is_divided_otherwise(file_case)) return std::nullopt;
+/// An accelerator multiplies in another order than the host, on which Python ran.
+Tolerance tolerance_of(const Case& file_case, int world_size, const Setting& setting) {
+  if (setting.device.is_cpu() && world_size == 2) return std::nullopt;
+  // Sums of three round at 2^-8, and steps let it grow.
+  if (file_case.facts["options"].has("mixed_precision")) return 0.1;
+  if (!setting.device.is_cpu()) return 1e-3;
+  if (setting.backend == "gloo" && !is_divided_otherwise(file_case)) return std::nullopt;
   return 1e-5;
 }
 
@@ -48,20 +56,21 @@ at::Tensor run_step(DistributedDataParallel<std::shared_ptr<Model>>& ddp, const 
   return loss;
 }
 
-void check_case(const Case& file_case, const World& world, const std::string& backend) {
-  const auto tolerance = tolerance_of(file_case, world.world_size(), backend);
+void check_case(const Case& file_case, const World& world, const Setting& setting) {
+  const auto tolerance = tolerance_of(file_case, world.world_size(), setting);
   const auto results = file_case.ranks[world.rank()]["results"];
   const bool has_tensors = results.has("state");
-  const bool has_one_process = has_tensors && world.rank() == 0 && file_case.facts["has_one_model"].flag();
+  const bool has_one_process =
+      has_tensors && world.rank() == 0 && setting.device.is_cpu() && file_case.facts["has_one_model"].flag();
   const EnvironmentScope environment(file_case);
   if (has_tensors) check_local_gradients(file_case, world.rank());
 
-  const auto model = initial_model(file_case, world.rank());
+  const auto model = initial_model(file_case, world.rank(), setting.device);
   DistributedDataParallel ddp(model, world.group(), options_of(file_case));
   auto optimizer = make_optimizer(*model, file_case);
   OneProcess one_process(file_case, world.world_size());
   if (has_tensors) expect_same(flat_state(*model), results["state"].tensor(), std::nullopt, "what was synced");
-  ExpectedLog log(results["log"], backend);
+  ExpectedLog log(results["log"], setting.backend, setting.device);
   log.expect_in(ddp.get_ddp_logging_data());
 
   for (std::size_t i = 0; i < results["steps"].size(); ++i) {
@@ -70,7 +79,7 @@ void check_case(const Case& file_case, const World& world, const std::string& ba
     const auto kind = step["kind"].text();
     const auto result = results["steps"][i];
     zero_gradients(*model, step["zero"].text());
-    const auto loss = run_step(ddp, kind, rank_step(file_case, world.rank(), i));
+    const auto loss = run_step(ddp, kind, rank_step(file_case, world.rank(), i, setting.device));
     log.change(result["log"]);
     log.expect_in(ddp.get_ddp_logging_data());
     if (has_tensors) {
@@ -84,25 +93,28 @@ void check_case(const Case& file_case, const World& world, const std::string& ba
   }
 }
 
-void check_family(const std::string& family, const World& world, const std::string& backend) {
+void check_family(const std::string& family, const World& world, const Setting& setting) {
   const auto cases = cases_of(family, world.world_size());
   ASSERT_FALSE(cases.empty()) << "the reference has no " << family;
   for (const auto& each : cases) {
     const ::testing::ScopedTrace trace(__FILE__, __LINE__, str(family, ": ", each.facts["name"].text()));
-    check_case(each, world, backend);
+    check_case(each, world, setting);
     if (::testing::Test::HasFailure()) return;  // one is enough to read
   }
 }
 
-template <int kRanks, bool kIsShm>
+enum class Where { kGloo, kShm, kGlooOnGpu };
+
+template <int kRanks, Where kWhere>
 struct Ranks {
   static constexpr int kWorldSize = kRanks;
-  static constexpr const char* kBackend = kIsShm ? "shm" : "gloo";
+  static constexpr const char* kBackend = kWhere == Where::kShm ? "shm" : "gloo";
+  static constexpr bool kIsOnGpu = kWhere == Where::kGlooOnGpu;
 };
 struct RanksName {
   template <class R>
   static std::string GetName(int) {
-    return str(R::kBackend, R::kWorldSize);
+    return str(R::kBackend, R::kIsOnGpu ? "_gpu" : "", R::kWorldSize);
   }
 };
 
@@ -112,22 +124,27 @@ class DdpOracle : public testing::ContinuousTest<DdpOracle<R>> {
  public:
   static testing::RunOptions options() { return {.world_size = R::kWorldSize, .backend = R::kBackend}; }
   static void SetUpTestSuite() {
-    if (!has_python()) return;
+    if (!has_python() || is_gpu_missing()) return;
     ASSERT_NO_THROW(make_reference(R::kWorldSize));
     testing::ContinuousTest<DdpOracle>::SetUpTestSuite();
   }
 
  protected:
+  static bool is_gpu_missing() { return R::kIsOnGpu && gpu_count() == 0; }
   void SetUp() override {
     if (!has_python()) GTEST_SKIP() << kNoPython;
+    if (is_gpu_missing()) GTEST_SKIP() << "no GPU";
     ASSERT_TRUE(this->ranks()) << "there is no reference to compare with, see above";
   }
   void check(const std::string& family) {
-    this->run([family](const World& world) { check_family(family, world, R::kBackend); });
+    this->run([family](const World& world) {
+      check_family(family, world, {.backend = R::kBackend, .device = R::kIsOnGpu ? world.device() : c10::kCPU});
+    });
   }
 };
 
-using AllRanks = ::testing::Types<Ranks<2, false>, Ranks<3, false>, Ranks<2, true>, Ranks<3, true>>;
+using AllRanks = ::testing::Types<Ranks<2, Where::kGloo>, Ranks<3, Where::kGloo>, Ranks<2, Where::kShm>,
+                                  Ranks<3, Where::kShm>, Ranks<2, Where::kGlooOnGpu>, Ranks<3, Where::kGlooOnGpu>>;
 TYPED_TEST_SUITE(DdpOracle, AllRanks, RanksName);
 
 // DDP-11, DDP-12, DDP-13, DDP-16, DDP-23, DDP-28, DDP-36, DDP-39, DDP-43

@@ -114,6 +114,54 @@ LOCKSTEP_THREAD_TEST(DdpDebug, NoticesChangedParameters, 1) {
   changed([](Mlp& module) { module->unregister_module("layer1"); }, {"'layer1.weight'", "removed"});
 }
 
+/// Everything that is logged while `body` runs, at a level of TORCH_DISTRIBUTED_DEBUG.
+std::string logged_at(c10d::DebugLevel level, const std::function<void()>& body) {
+  c10d::setDebugLevel(level);
+  const int usual = FLAGS_caffe2_log_level;
+  FLAGS_caffe2_log_level = 0;
+  ::testing::internal::CaptureStderr();
+  body();
+  auto text = ::testing::internal::GetCapturedStderr();
+  FLAGS_caffe2_log_level = usual;
+  c10d::setDebugLevel(c10d::DebugLevel::Off);
+  return text;
+}
+
+// DDP-108
+TEST(DdpDebug, LevelsAddTheirDumps) {
+  const auto train = [] {
+    testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
+      const Warnings quiet;
+      DistributedDataParallel searching(seeded(Branchy()), world.group(), {.find_unused_parameters = true});
+      DistributedDataParallel fixed(seeded(Branchy()), world.group(), {.static_graph = true});
+      DistributedDataParallel rebuilding(mlp({4, 3, 2}), world.group());
+      for (int step = 0; step < 2; ++step) {
+        searching(random_batch(1, 4, 1), true, false).sum().backward();
+        fixed(random_batch(1, 4, 1), false, true).sum().backward();
+        rebuilding(random_batch(1, 4, 1)).sum().backward();
+      }
+      rebuilding(random_batch(1, 4, 1));
+    });
+  };
+  const std::vector<std::string> at_info = {
+      "rank 1 of 2 wraps", "env:NCCL_ALGO=", "buckets were rebuilt",
+      "parameters without gradients in the first step: 'left.weight', 'left.bias'"};
+  const std::vector<std::string> at_detail = {"unused parameters in this step: 'right.weight', 'right.bias'",
+                                              "rank 0 of 2: step 1: forward ", "1 buckets reduced"};
+  const auto off = logged_at(c10d::DebugLevel::Off, train);
+  const auto info = logged_at(c10d::DebugLevel::Info, train);
+  const auto detailed = logged_at(c10d::DebugLevel::Detail, train);
+  for (const auto& words : at_info) {
+    EXPECT_EQ(off.find(words), std::string::npos) << words;
+    EXPECT_NE(info.find(words), std::string::npos) << words << "\n" << info;
+    EXPECT_NE(detailed.find(words), std::string::npos) << words;
+  }
+  for (const auto& words : at_detail) {
+    EXPECT_EQ(info.find(words), std::string::npos) << words;
+    EXPECT_NE(detailed.find(words), std::string::npos) << words << "\n" << detailed;
+  }
+}
+
 // DDP-109, DDP-110
 TEST(DdpEnvironment, DumpsEveryVariable) {
   ::setenv("NCCL_ALGO", "Ring", 1);

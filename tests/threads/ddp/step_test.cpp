@@ -362,5 +362,28 @@ LOCKSTEP_THREAD_TEST(DdpWeights, GiveTheExactMeanOverAllSamples, 3) {
   }
 }
 
+// A rank without samples: its mean is NaN, and counts nothing.
+LOCKSTEP_THREAD_TEST(DdpWeights, LeaveOutRanksWithoutSamples, 3) {
+  const auto batch = random_batch(8, 6, 3);
+  const auto expected = reference({6, 5, 3}, batch);
+  const auto mask = at::zeros({8, 1});
+  mask.narrow(0, world.rank() * 4, world.rank() < 2 ? 4 : 0).fill_(1);
+  const auto samples = mask.sum();
+  for (const bool as_view : {false, true}) {
+    DistributedDataParallel ddp(mlp({6, 5, 3}), world.group(), {.gradient_as_bucket_view = as_view});
+    for (int step = 0; step < 2; ++step) {
+      zero_grads(ddp);
+      const auto loss = (ddp(batch).pow(2).mean(1, /*keepdim=*/true) * mask).sum() / samples;
+      EXPECT_EQ(loss.isnan().item<bool>(), world.rank() == 2);
+      ddp.backward(loss, samples.item<double>());
+      expect_close(gradients_of(ddp), expected);
+    }
+    // And is there again in the next step.
+    zero_grads(ddp);
+    ddp.backward(ddp(batch).pow(2).mean(), 1);
+    expect_close(gradients_of(ddp), expected);
+  }
+}
+
 }  // namespace
 }  // namespace lockstep

@@ -1,11 +1,15 @@
-// Several futures as one, for hooks that launch more than one collective. Internal to ddp.
+// Several futures as one, for calls and hooks that launch more than one collective. Internal to comm and ddp.
 #pragma once
+
+#include <ATen/core/ivalue.h>
 
 #include <vector>
 
-#include "lockstep/ddp/comm_hook.h"
+namespace lockstep {
 
-namespace lockstep::detail {
+using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+
+namespace detail {
 
 /// Completes when all have, with the value of the last; an error of any is its error. `futures` is not empty.
 FuturePtr all_of(const std::vector<FuturePtr>& futures);
@@ -13,4 +17,5 @@ FuturePtr all_of(const std::vector<FuturePtr>& futures);
 /// For callbacks of all_of(): lets the current stream wait for what the futures, which are complete, hold.
 void wait_on_stream(const std::vector<FuturePtr>& futures);
 
-}  // namespace lockstep::detail
+}  // namespace detail
+}  // namespace lockstep

@@ -1,4 +1,4 @@
-#include "lockstep/ddp/futures.h"
+#include "lockstep/comm/futures.h"
 
 namespace lockstep::detail {
 

@@ -1,0 +1,157 @@
+// DistributedDataParallel on an accelerator: several ranks share one GPU by gloo, one rank has NCCL. The comparison
+// with Python (tests/oracle/ddp) runs there too; here is what a CPU cannot show.
+#include <torch/nn/functional/loss.h>
+
+#include "lockstep/ddp/sync_batch_norm.h"
+#include "tests/ddp_models.h"
+
+namespace lockstep {
+namespace {
+
+using namespace ddp_models;
+
+void expect_close_on_host(const std::vector<at::Tensor>& actual, const std::vector<at::Tensor>& expected) {
+  std::vector<at::Tensor> on_host;
+  for (const auto& each : actual) on_host.push_back(each.cpu());
+  expect_close(on_host, expected, 1e-4);
+}
+
+class DdpOnGpu : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (gpu_count() == 0) GTEST_SKIP() << "no GPU";
+  }
+};
+
+// DDP-34: inputs on the host are moved to device_ids[0], by a side stream or not
+TEST_F(DdpOnGpu, InputsOfTheHostAreMoved) {
+  const auto whole = random_batch(64, 512, 3);
+  auto reference = mlp({512, 256, 8});
+  const auto expected = reference->forward(whole);
+  expected.pow(2).mean().backward();
+  for (const char* uses_side_stream : {"1", "0"}) {
+    ::setenv("PYTORCH_DDP_USE_SIDE_STREAM", uses_side_stream, /*overwrite=*/1);
+    testing::run_threads_in_gtest({.world_size = 2, .backend = "gloo"}, [&](const World& world) {
+      auto model = mlp({512, 256, 8});
+      model->to(world.device());
+      DistributedDataParallel ddp(model, world.group(), {.device_ids = {{world.device().index()}}});
+      for (int step = 0; step < 3; ++step) {
+        zero_grads(*model);
+        // Pinned memory is what makes the copy run beside the device's other work.
+        const auto mine = my_rows(whole, world).contiguous().pin_memory();
+        const auto output = ddp(mine);
+        ASSERT_TRUE(output.is_cuda());
+        EXPECT_TRUE(at::allclose(output.cpu(), my_rows(expected, world), 1e-4, 1e-4));
+        output.pow(2).mean().backward();
+        expect_close_on_host(gradients_of(*model), gradients_of(*reference));
+      }
+    });
+  }
+  ::unsetenv("PYTORCH_DDP_USE_SIDE_STREAM");
+}
+
+// DDP-5
+TEST_F(DdpOnGpu, DevicesThatAreNotTheModulesAreRefused) {
+  testing::run_threads_in_gtest({.world_size = 1}, [](const World& world) {
+    auto model = mlp({4, 2});
+    testing::expect_error([&] { DistributedDataParallel(model, world.group(), {.device_ids = {{0}}}); },
+                          {"device_ids", "cpu"});
+    model->to(world.device());
+    testing::expect_error([&] { DistributedDataParallel(model, world.group(), {.device_ids = {{0, 0}}}); },
+                          {"device_ids"});
+  });
+}
+
+// DDP-99
+TEST_F(DdpOnGpu, SyncBatchNormEqualsBatchNormOverTheWholeBatch) {
+  const auto whole = random_batch(12, 6, 5) * 3 + 1;
+  struct NormedImpl : torch::nn::Module {
+    explicit NormedImpl(std::shared_ptr<torch::nn::Module> norm_module)
+        : fc(register_module("fc", torch::nn::Linear(6, 4))),
+          norm(register_module("norm", std::move(norm_module))),
+          head(register_module("head", torch::nn::Linear(4, 2))) {}
+    at::Tensor forward(const at::Tensor& input) {
+      auto hidden = fc->forward(input);
+      if (auto* const synced = norm->as<SyncBatchNorm>()) {
+        hidden = synced->forward(hidden);
+      } else {
+        hidden = norm->as<torch::nn::BatchNorm1d>()->forward(hidden);
+      }
+      return head->forward(hidden);
+    }
+    torch::nn::Linear fc;
+    std::shared_ptr<torch::nn::Module> norm;
+    torch::nn::Linear head;
+  };
+  const auto reference = seeded(std::make_shared<NormedImpl>(torch::nn::BatchNorm1d(4).ptr()));
+  reference->forward(whole).pow(2).mean().backward();
+  testing::run_threads_in_gtest({.world_size = 2, .backend = "gloo"}, [&](const World& world) {
+    const auto model = seeded(std::make_shared<NormedImpl>(SyncBatchNorm(4).ptr()));
+    model->to(world.device());
+    DistributedDataParallel ddp(model, world.group());
+    ddp(my_rows(whole, world).to(world.device())).pow(2).mean().backward();
+    expect_close_on_host(gradients_of(*model), gradients_of(*reference));
+    EXPECT_TRUE(at::allclose(model->norm->as<SyncBatchNorm>()->running_var.cpu(),
+                             reference->norm->as<torch::nn::BatchNorm1d>()->running_var, 1e-4, 1e-5));
+  });
+}
+
+/// Options that change what happens to a gradient on its way.
+std::vector<DdpOptions> ways() {
+  return {{},
+          {.gradient_as_bucket_view = true},
+          {.find_unused_parameters = true},
+          {.static_graph = true},
+          {.batched_grad_copy = true},
+          {.bucket_cap_mb = 0.001},
+          {.per_parameter = true}};
+}
+
+void expect_steps_of_one_process(const World& world) {
+  const auto whole = random_batch(12, 32, 9);
+  for (const auto& options : ways()) {
+    auto reference = mlp({32, 64, 16, 4});
+    torch::optim::SGD reference_optimizer(reference->parameters(), 0.1);
+    auto model = mlp({32, 64, 16, 4});
+    model->to(world.device());
+    const Warnings quiet;
+    DistributedDataParallel ddp(model, world.group(), options);
+    torch::optim::SGD optimizer(model->parameters(), 0.1);
+    for (int step = 0; step < 4; ++step) {
+      reference_optimizer.zero_grad();
+      reference->forward(whole + step).pow(2).mean().backward();
+      reference_optimizer.step();
+      optimizer.zero_grad();
+      ddp(my_rows(whole + step, world).to(world.device())).pow(2).mean().backward();
+      expect_close_on_host(gradients_of(*model), gradients_of(*reference));
+      optimizer.step();
+    }
+  }
+}
+
+// DDP-36, DDP-53, DDP-57
+TEST_F(DdpOnGpu, RanksOnOneGpuEqualOneProcess) {
+  testing::run_threads_in_gtest({.world_size = 2, .backend = "gloo"}, expect_steps_of_one_process);
+}
+
+TEST_F(DdpOnGpu, OneRankWithNcclEqualsOneProcess) {
+  testing::run_threads_in_gtest({.world_size = 1, .backend = "nccl"}, expect_steps_of_one_process);
+}
+
+// DDP-37: the average of weights, on the device
+TEST_F(DdpOnGpu, WeightedMeansAreExact) {
+  const auto whole = random_batch(9, 8, 4);
+  auto reference = mlp({8, 3});
+  reference->forward(whole).pow(2).mean().backward();
+  testing::run_threads_in_gtest({.world_size = 2, .backend = "gloo"}, [&](const World& world) {
+    auto model = mlp({8, 3});
+    model->to(world.device());
+    DistributedDataParallel ddp(model, world.group());
+    const auto mine = world.rank() == 0 ? whole.narrow(0, 0, 2) : whole.narrow(0, 2, 7);
+    ddp.backward(ddp(mine.to(world.device())).pow(2).mean(), static_cast<double>(mine.size(0)));
+    expect_close_on_host(gradients_of(*model), gradients_of(*reference));
+  });
+}
+
+}  // namespace
+}  // namespace lockstep
