@@ -1,4 +1,6 @@
 // Join among processes: totals, and what the others are told when a rank leaves by an exception, by backend.
+#include <stdlib.h>
+
 #include <thread>
 
 #include "lockstep/base/rank_local.h"
@@ -52,9 +54,9 @@ struct Doom {
 
 /// What each of three ranks does when `doom.rank` leaves the scope by an exception: the others throw naming it, well
 /// before any timeout and before its process ends if it stays. Ends the process.
-void fail_and_be_told(const World& world, const Doom& doom) {
-  AllReducer reducer(world.group());
-  barrier(world.group());
+void fail_and_be_told(const World& world, const GroupPtr& group, const Doom& doom) {
+  AllReducer reducer(group);
+  barrier(group);
   const auto train = [&](int iterations) {
     for (int i = 0; i < iterations; ++i) reducer();
   };
@@ -71,7 +73,7 @@ void fail_and_be_told(const World& world, const Doom& doom) {
     } catch (const std::invalid_argument& error) {
       EXPECT_STREQ(error.what(), "the batch is odd");
     }
-    expect_error([&] { all_reduce(at::ones({1}), world.group()); }, {name});
+    expect_error([&] { all_reduce(at::ones({1}), group); }, {name});
     std::this_thread::sleep_for(doom.stays);
   } else {
     const auto start = std::chrono::steady_clock::now();
@@ -81,7 +83,7 @@ void fail_and_be_told(const World& world, const Doom& doom) {
     expect_error([&] { Join({&reducer}).run([&] { train(iterations); }); },
                  {name + (doom.is_guard ? "" : ": the batch is odd")});
     EXPECT_LT(std::chrono::steady_clock::now() - start, doom.stays > 0s ? doom.stays - 1s : 5s);
-    expect_error([&] { all_reduce(at::ones({1}), world.group()); }, {name});
+    expect_error([&] { all_reduce(at::ones({1}), group); }, {name});
   }
   if (!::testing::Test::HasFailure()) std::_Exit(kSawIt);
 }
@@ -89,7 +91,7 @@ void fail_and_be_told(const World& world, const Doom& doom) {
 void expect_others_are_told(const std::string& backend, const Doom& doom) {
   const auto report = run_processes_from_gtest(
       {.world_size = 3, .backend = backend, .timeout = 60s, .collective_timeout = 50s, .expected_exit_code = kSawIt},
-      [&](const World& world) { fail_and_be_told(world, doom); });
+      [&](const World& world) { fail_and_be_told(world, world.group(), doom); });
   if (testing::is_rank_process()) return;
   EXPECT_TRUE(report.has_passed()) << report.describe();
 }
@@ -128,10 +130,28 @@ TEST_P(JoinProcesses, AnExceptionOfTheRankThatServesTheStoreIsToldToTheOthers) {
                                  .init_method = "tcp://127.0.0.1:" + number,
                                  .rank = outer.rank(),
                                  .world_size = outer.world_size()});
-        fail_and_be_told(world, {.rank = 0});
+        fail_and_be_told(world, world.group(), {.rank = 0});
       });
   if (testing::is_rank_process()) return;
   EXPECT_TRUE(report.has_passed()) << report.describe();
+}
+
+// JOIN-56
+TEST(JoinHosts, AnExceptionOfARankIsToldOnAllHosts) {
+  for (const int failing : {0, 1}) {
+    const auto report = run_processes_from_gtest(
+        {.world_size = 3, .backend = "gloo", .timeout = 60s, .expected_exit_code = kSawIt},
+        [&](const World& world) {
+          // Pretended: ranks 0 and 1 on one host, rank 2 on another.
+          ::setenv("LOCKSTEP_HOST_ID", world.rank() == 2 ? "there" : "here", 1);
+          const auto group = new_group(world.group(), {0, 1, 2}, {.backend = "shm", .timeout = 50s, .name = "hosts"});
+          EXPECT_EQ(group->getBackend(c10::kCPU)->getBackendName(), "hierarchical");
+          fail_and_be_told(world, group, {.rank = failing, .stays = 4s});
+        },
+        "rank " + std::to_string(failing));
+    if (testing::is_rank_process()) continue;
+    EXPECT_TRUE(report.has_passed()) << report.describe();
+  }
 }
 
 // JOIN-19, JOIN-56
