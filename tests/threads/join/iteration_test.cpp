@@ -372,15 +372,24 @@ TEST(JoinTallies, HoldMoreRanksThanOneWord) {
   });
 }
 
-TEST(JoinChaos, CountsAreRightWhateverTheOrder) {
-  for (uint64_t seed = 1; seed <= 5; ++seed) {
-    testing::run_threads_in_gtest({.world_size = 3, .chaos_seed = seed}, [](const World& world) {
-      Fixture fixture(world, 2);
-      double total = 0;
-      Join(fixture.joinables).run([&] { total = fixture.iterate(3 + world.rank()); });
-      EXPECT_EQ(total, 2 * expected_total(world.rank(), 3));
-    });
-  }
+/// Three ranks, two joinables, whatever the schedule.
+void expect_right_counts(testing::RunOptions options) {
+  options.world_size = 3;
+  testing::run_threads_in_gtest(options, [](const World& world) {
+    Fixture fixture(world, 2);
+    double total = 0;
+    const auto report = Join(fixture.joinables).run([&] { total = fixture.iterate(3 + world.rank()); });
+    EXPECT_EQ(total, 2 * expected_total(world.rank(), 3));
+    EXPECT_EQ(report.live_counts, (std::vector<int>{3, 3, 3, 2, 1}));
+  });
+}
+
+TEST(JoinSchedules, CountsAreRightWhateverTheOrder) {
+  for (uint64_t seed = 1; seed <= 5; ++seed) expect_right_counts({.chaos_seed = seed});
+}
+
+TEST(JoinSchedules, NoResultIsReadBeforeItIsThere) {
+  expect_right_counts({.completes_late = true});
 }
 
 }  // namespace

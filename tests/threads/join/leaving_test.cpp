@@ -143,6 +143,22 @@ TEST_P(JoinLeaving, ABodyThatCatchesTheStopEndsInPeace) {
   });
 }
 
+// JOIN-19, JOIN-28
+TEST_P(JoinLeaving, AStopThatLeavesThroughAGuardIsNoFailure) {
+  run([](const World& world) {
+    AllReducer reducer(world.group());
+    expect_error(
+        [&] {
+          Join scope({&reducer}, {.throw_on_early_termination = true});
+          for (int i = 0; i < world.rank(); ++i) reducer();
+          scope.finish();
+        },
+        {"rank 0 ran out of inputs"});
+    EXPECT_FALSE(reducer.join_config().enable);
+    barrier(world.group());
+  });
+}
+
 // JOIN-57
 TEST_P(JoinLeaving, AllRanksStopWhenOneHasMirroredTooMuch) {
   run([](const World& world) {
