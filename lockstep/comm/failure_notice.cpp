@@ -45,8 +45,8 @@ void announce_failure(const GroupPtr& group, const std::exception_ptr& cause) no
     }
     fail_backends(group, state, reason);
     detail::sign_out(state, reason);
+    // NOLINTNEXTLINE(bugprone-empty-catch): if the store is gone the others have their timeout
   } catch (...) {
-    // Without a store, or after it is gone, the others have their timeout.
   }
 }
 

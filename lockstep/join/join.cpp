@@ -234,17 +234,19 @@ Join::~Join() {
     leave_by(nullptr);
     return;
   }
+  std::string problem;
   try {
     finish();
+    return;
   } catch (const std::exception& error) {
-    try {
-      const std::string text = error.what();
-      TORCH_WARN("A Join scope that was left without finish() ended by an error: ", text.substr(0, text.find('\n')));
-    } catch (...) {
-      // A warning may be made an error, and this is no place for one.
-    }
+    problem = error.what();
   } catch (...) {
-    // Was told to the other ranks; there is no text to show.
+    problem = "one that is no std::exception";
+  }
+  try {
+    TORCH_WARN("A Join scope left without finish() ended by an error: ", problem.substr(0, problem.find('\n')));
+    // NOLINTNEXTLINE(bugprone-empty-catch): a warning may be made an error, and this is no place for one
+  } catch (...) {
   }
 }
 

@@ -12,7 +12,7 @@ namespace {
 // Well below the width of a word, so that a union never looks negative.
 constexpr int kRanksPerWord = 32;
 
-int words_per_set(int ranks) {
+int64_t words_per_set(int ranks) {
   return (ranks + kRanksPerWord - 1) / kRanksPerWord;
 }
 
@@ -54,7 +54,7 @@ bool JoinTally::is_ready() const {
 }
 
 JoinTally detail::send_flags(const ControlFlags& flags, const GroupPtr& group, c10::Device device, Sending sending) {
-  const int words = words_per_set(group->getSize());
+  const auto words = words_per_set(group->getSize());
   auto message = at::zeros({JoinTally::kSets * words}, at::kLong);
   auto* bits = message.mutable_data_ptr<int64_t>();
   const auto add_me_to = [&](JoinTally::Set set) {
