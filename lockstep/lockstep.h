@@ -4,6 +4,7 @@
 #include "lockstep/comm/agreement.h"
 #include "lockstep/comm/barrier.h"
 #include "lockstep/comm/collectives.h"
+#include "lockstep/comm/failure_notice.h"
 #include "lockstep/comm/objects.h"
 #include "lockstep/comm/world.h"
 #include "lockstep/ddp/default_hooks.h"
@@ -14,4 +15,5 @@
 #include "lockstep/ddp/power_sgd.h"
 #include "lockstep/ddp/quantization_hooks.h"
 #include "lockstep/ddp/sync_batch_norm.h"
+#include "lockstep/join/join.h"
 #include "lockstep/mesh/device_mesh.h"

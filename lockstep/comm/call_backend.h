@@ -22,6 +22,9 @@ class CallBackend : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
   void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
   void setSequenceNumberForGroup() override {}
+  /// Ends the group's collectives, those under way included, on all ranks that the backend can reach; their errors show
+  /// `reason`. Local. The first reason stays.
+  virtual void fail(const std::string& /*reason*/) {}
   uint64_t getSequenceNumberForGroup() override { return sequence_number(); }
 
   WorkPtr broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) override;

@@ -14,10 +14,21 @@ constexpr auto kGrace = std::chrono::milliseconds(800);
 constexpr auto kServerLinger = std::chrono::milliseconds(200);
 constexpr auto kSignPoll = std::chrono::milliseconds(20);
 constexpr char kAnyFailure[] = "failure/any";
+constexpr char kDeparture[] = "failure/departure";
 constexpr char kStoreIsGone[] = "the store is gone, and with it the rank that served it (rank 0 under lockstep-run)";
 
 std::string signature_key(int rank) {
   return str("failure/rank/", rank);
+}
+
+void sign(c10d::Store& store, const GroupDescription& group, const std::string& note) {
+  store.set(signature_key(group.rank), std::vector<uint8_t>(note.begin(), note.end()));
+  store.set(kAnyFailure, std::vector<uint8_t>{1});
+}
+
+/// Those who failed a moment later than the rank that serves the store are still reading.
+void linger_if_server(const GroupDescription& group) {
+  if (group.global_ranks[group.rank] == 0) std::this_thread::sleep_for(kServerLinger);
 }
 
 struct Signatures {
@@ -68,14 +79,23 @@ void check_usable(GroupState& state) {
                    state.description.name, "' can no longer be used. It failed earlier: ", state.failure);
 }
 
+void sign_out(GroupState& state, const std::string& reason) {
+  const auto& group = state.description;
+  if (!group.store) return;
+  // Before the page says that somebody gave up: who reads that shall find out why.
+  group.store->compareSet(kDeparture, std::vector<uint8_t>{}, std::vector<uint8_t>(reason.begin(), reason.end()));
+  sign(*group.store, group, reason);
+  linger_if_server(group);
+}
+
 void report_failure(GroupState& state, const std::string& operation, const std::string& cause) {
   const auto& group = state.description;
   std::string verdict = "the group has no store to ask who is missing";
   if (group.store) {
     try {
       const auto note = str(operation, ": ", cause);
-      group.store->set(signature_key(group.rank), std::vector<uint8_t>(note.begin(), note.end()));
-      group.store->set(kAnyFailure, std::vector<uint8_t>{1});
+      sign(*group.store, group, note);
+      const auto departure = group.store->check({kDeparture}) ? group.store->get_to_str(kDeparture) : "";
       const auto [missing, is_complete] = read_signatures(*group.store, group);
       verdict = missing.empty()
                     ? "every rank is alive, but gave up as well"
@@ -85,8 +105,8 @@ void report_failure(GroupState& state, const std::string& operation, const std::
         const bool has_server_signed = std::find(missing.begin(), missing.end(), 0) == missing.end();
         verdict = has_server_signed ? verdict + " (as far as the store could say before it was gone)" : kStoreIsGone;
       }
-      // If this rank serves the store, those who failed a moment later are still reading.
-      if (group.global_ranks[group.rank] == 0) std::this_thread::sleep_for(kServerLinger);
+      if (!departure.empty()) verdict = departure;
+      linger_if_server(group);
     } catch (const std::exception&) {
       verdict = kStoreIsGone;
     }

@@ -18,6 +18,10 @@ bool has_failure(GroupState& state);
 /// cause. The group refuses further calls. Blocks up to the grace period.
 [[noreturn]] void report_failure(GroupState& state, const std::string& operation, const std::string& cause);
 
+/// Signs the failure page for a rank that leaves by itself: the others' errors say `reason`, the first one given in the
+/// group. Throws if the store cannot be reached.
+void sign_out(GroupState& state, const std::string& reason);
+
 /// Throws if the group failed earlier.
 void check_usable(GroupState& state);
 

@@ -137,7 +137,8 @@ void ShmBackend::abort() {
 }
 
 void ShmBackend::fail(const std::string& reason) {
-  team_->fail(reason);
+  // A rank that only follows another's failure must not hide it.
+  if (!team_->failure()) team_->fail(reason);
 }
 
 bool ShmBackend::is_at_home() const {

@@ -29,8 +29,7 @@ class ShmBackend final : public CallBackend {
   WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
 
   void abort() override;
-  /// Like abort(), with a reason that the other ranks' errors show.
-  void fail(const std::string& reason);
+  void fail(const std::string& reason) override;
   void shutdown() override;
   /// False in a process forked off this rank's.
   bool is_at_home() const;

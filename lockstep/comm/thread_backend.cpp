@@ -97,7 +97,11 @@ ThreadBackend::ThreadBackend(const std::string& hub_key, int rank, int size, con
 ThreadBackend::~ThreadBackend() = default;
 
 void ThreadBackend::abort() {
-  hub_->abort("the group was aborted");
+  fail("the group was aborted");
+}
+
+void ThreadBackend::fail(const std::string& reason) {
+  hub_->abort(reason);
 }
 
 CallBackend::WorkPtr ThreadBackend::submit(Call call) {

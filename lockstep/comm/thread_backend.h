@@ -77,6 +77,7 @@ class ThreadBackend : public CallBackend {
   ~ThreadBackend() override;
 
   void abort() override;
+  void fail(const std::string& reason) override;
 
  protected:
   WorkPtr submit(Call call) override;

@@ -1,0 +1,274 @@
+#include "lockstep/join/join.h"
+
+#include <algorithm>
+
+#include "lockstep/base/str.h"
+#include "lockstep/comm/failure_notice.h"
+
+namespace lockstep {
+namespace {
+
+// Beyond this a joined rank says that it costs the others time.
+constexpr int64_t kManyMirrored = 1000;
+// Tallies nobody asked for are read late, so that a live rank waits for no message; but not kept for ever.
+constexpr std::size_t kMostUnread = 256;
+
+std::string ranks_text(const std::vector<int>& ranks) {
+  return str(ranks.size() == 1 ? "rank " : "ranks ", join(ranks, ", "));
+}
+
+std::string quoted(const Joinable& joinable) {
+  return str("'", joinable.join_name(), "'");
+}
+
+}  // namespace
+
+Join::Join(std::vector<Joinable*> joinables, JoinSettings settings)
+    : joinables_(std::move(joinables)),
+      settings_(std::move(settings)),
+      exceptions_at_start_(std::uncaught_exceptions()),
+      begun_(joinables_.size(), 0) {
+  check_list();
+  if (!settings_.enable) return;
+  group_ = joinables_[0]->join_process_group();
+  for (auto* joinable : joinables_) {
+    hooks_.push_back(joinable->join_hook(settings_.options));
+    TORCH_CHECK(hooks_.back(), who(), ": joinable ", quoted(*joinable), " gave no hook. Return a JoinHook, which does ",
+                "nothing by default.");
+  }
+  for (auto* joinable : joinables_) {
+    joinable->scope_ = this;
+    joinable->config_ = {.enable = true,
+                         .throw_on_early_termination = settings_.throw_on_early_termination,
+                         .is_first_joinable = joinable == joinables_[0]};
+  }
+}
+
+void Join::check_list() const {
+  constexpr char kWhere[] = "[lockstep/join] a Join scope ";
+  TORCH_CHECK(!joinables_.empty(), kWhere, "needs at least one joinable; the list is empty");
+  TORCH_CHECK(settings_.max_mirrored_iterations.value_or(0) >= 0, kWhere,
+              "was given max_mirrored_iterations = ", settings_.max_mirrored_iterations.value_or(0),
+              ", which must not be negative");
+  for (std::size_t i = 0; i < joinables_.size(); ++i) {
+    const auto* joinable = joinables_[i];
+    TORCH_CHECK(joinable != nullptr, kWhere, "was given a null joinable at position ", i);
+    TORCH_CHECK(std::find(joinables_.begin(), joinables_.begin() + i, joinable) == joinables_.begin() + i, kWhere,
+                "lists joinable ", quoted(*joinable), " twice");
+    TORCH_CHECK(joinable->scope_ == nullptr, kWhere, "lists joinable ", quoted(*joinable),
+                ", which is in another open scope. Finish that one first.");
+    TORCH_CHECK(joinable->join_process_group(), kWhere, "lists joinable ", quoted(*joinable), " at position ", i,
+                ", which has no process group");
+    TORCH_CHECK(joinable->join_process_group() == joinables_[0]->join_process_group(), kWhere,
+                "needs joinables of one process group; those at positions 0 and ", i, ", ", quoted(*joinables_[0]),
+                " and ", quoted(*joinable), ", have different ones");
+    for (std::size_t before = 0; before < i; ++before) {
+      const bool is_wrong =
+          joinables_[before]->join_phase() == JoinPhase::kStep && joinable->join_phase() == JoinPhase::kGradients;
+      TORCH_CHECK(!is_wrong, kWhere, "lists ", quoted(*joinables_[before]), " before ", quoted(*joinable),
+                  ", which communicates earlier in an iteration. List ", quoted(*joinable), " first.");
+    }
+  }
+}
+
+std::string Join::who() const {
+  const auto name = group_name(group_);
+  return str("[lockstep/join] rank ", group_->getRank(), " of ", group_->getSize(),
+             name == "world" ? "" : str(" in group '", name, "'"));
+}
+
+bool Join::is_attentive() const {
+  return settings_.throw_on_early_termination || settings_.max_mirrored_iterations;
+}
+
+JoinTally Join::send(const detail::ControlFlags& flags, detail::Sending sending) const {
+  return detail::send_flags(flags, group_, joinables_[0]->join_device(), sending);
+}
+
+void Join::check_same_settings(const JoinTally& tally) const {
+  const auto attentive = tally.ranks_in(JoinTally::kAttentive);
+  TORCH_CHECK(attentive.empty() || static_cast<int>(attentive.size()) == group_->getSize(), who(), ": only ",
+              ranks_text(attentive), " opened the scope with throw_on_early_termination or max_mirrored_iterations. ",
+              "All ranks must give the same settings.");
+}
+
+void Join::check_begun(const Joinable& joinable) {
+  const auto position = std::find(joinables_.begin(), joinables_.end(), &joinable) - joinables_.begin();
+  TORCH_CHECK(begun_[position] < report_.own_iterations, who(), ": joinable ", quoted(joinable), " at position ",
+              position, " began an iteration before ", quoted(*joinables_[0]), " at position 0 did. List joinables in ",
+              "the order in which an iteration uses them, each once per iteration.");
+  ++begun_[position];
+}
+
+JoinTally Join::begin_iteration(Joinable& joinable, const JoinVote& vote) {
+  // A hook may call what a live rank calls, such as an optimizer's step().
+  if (stage_ != Stage::kOpen) return {};
+  TORCH_CHECK(stop_reason_.empty(), stop_reason_);
+  if (!joinable.config_.is_first_joinable) {
+    check_begun(joinable);
+    return {};
+  }
+  const auto sending = is_attentive() ? detail::Sending::kBlocking : detail::Sending::kAsync;
+  tally_ = send({.is_live = true, .will_reduce = vote.will_reduce, .is_attentive = is_attentive()}, sending);
+  if (is_attentive()) {
+    check_same_settings(tally_);
+    if (!tally_.ranks_in(JoinTally::kStopping).empty()) stop_all(tally_);
+  }
+  ++report_.own_iterations;
+  unread_.push_back(tally_);
+  read_own(false);
+  return tally_;
+}
+
+void Join::stop_all(const JoinTally& tally) {
+  const auto stopping = tally.ranks_in(JoinTally::kStopping);
+  const bool is_mine = std::find(stopping.begin(), stopping.end(), group_->getRank()) != stopping.end();
+  if (!settings_.throw_on_early_termination) {
+    stop_reason_ = str(who(), ": ", ranks_text(stopping),
+                       " would have to mirror more than max_mirrored_iterations = ", *settings_.max_mirrored_iterations,
+                       ", all ranks stop. Give the ranks more even inputs.");
+  } else if (is_mine) {
+    stop_reason_ = str(who(), ": rank ", group_->getRank(), " ran out of inputs after ", report_.own_iterations,
+                       " iterations while ", ranks_text(tally.live_ranks()), " had more, all ranks stop.");
+  } else {
+    stop_reason_ = str(who(), ": ", ranks_text(stopping), " ran out of inputs, all ranks stop; this one after ",
+                       report_.own_iterations, " iterations.");
+  }
+  TORCH_CHECK(false, stop_reason_);
+}
+
+void Join::record(const JoinTally& tally) {
+  const auto live = tally.live_ranks();
+  report_.live_counts.push_back(static_cast<int>(live.size()));
+  last_live_ = live.back();
+}
+
+void Join::read_own(bool all) {
+  while (!unread_.empty() && (all || unread_.size() > kMostUnread || unread_.front().is_ready())) {
+    record(unread_.front());
+    unread_.pop_front();
+  }
+}
+
+void Join::mirror_others() {
+  while (true) {
+    const auto limit = settings_.max_mirrored_iterations;
+    const bool wants_stop = settings_.throw_on_early_termination || (limit && report_.mirrored_iterations >= *limit);
+    tally_ = send({.wants_stop = wants_stop, .is_attentive = is_attentive()}, detail::Sending::kBlocking);
+    check_same_settings(tally_);
+    if (tally_.live_count() == 0) return;
+    if (!tally_.ranks_in(JoinTally::kStopping).empty()) stop_all(tally_);
+    for (const auto& hook : hooks_) hook->main_hook();
+    if (settings_.on_mirrored_step) settings_.on_mirrored_step();
+    record(tally_);
+    ++report_.mirrored_iterations;
+    warn_of_skew();
+  }
+}
+
+void Join::warn_of_skew() {
+  if (report_.mirrored_iterations != kManyMirrored + 1) return;
+  TORCH_WARN(who(), ": this rank ran out of inputs after ", report_.own_iterations, " iterations and has mirrored ",
+             report_.mirrored_iterations, " of ", ranks_text(tally_.live_ranks()),
+             ". Training is slower than with even inputs.");
+}
+
+void Join::run_post_hooks() {
+  // Who never saw a live rank is one of ranks that all had no inputs.
+  report_.authoritative_rank = last_live_.value_or(group_->getSize() - 1);
+  const bool is_last_joiner = report_.mirrored_iterations == 0;
+  for (const auto& hook : hooks_) hook->post_hook(is_last_joiner);
+}
+
+JoinReport Join::finish() {
+  TORCH_CHECK(stage_ != Stage::kEnded, "[lockstep/join] the scope has ended; finish() ends it once");
+  TORCH_CHECK(stage_ == Stage::kOpen, "[lockstep/join] finish() was called from a hook of the same scope");
+  // After a stop that the body caught nobody is left to mirror.
+  if (settings_.enable && stop_reason_.empty()) {
+    run_or_leave([&] {
+      read_own(true);
+      stage_ = Stage::kMirroring;
+      mirror_others();
+      stage_ = Stage::kPost;
+      run_post_hooks();
+    });
+  }
+  end();
+  return report_;
+}
+
+JoinReport Join::run(const std::function<void()>& body) {
+  TORCH_CHECK(stage_ == Stage::kOpen, "[lockstep/join] the scope has ended; open another one to run in");
+  run_or_leave(body);
+  return finish();
+}
+
+void Join::run_or_leave(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (...) {
+    leave_by(std::current_exception());
+    throw;
+  }
+}
+
+void Join::leave_by(const std::exception_ptr& cause) noexcept {
+  if (settings_.enable && stop_reason_.empty()) announce_failure(group_, cause);
+  end();
+}
+
+void Join::end() noexcept {
+  if (stage_ == Stage::kEnded) return;
+  stage_ = Stage::kEnded;
+  if (!settings_.enable) return;
+  for (auto* joinable : joinables_) {
+    joinable->config_ = {};
+    joinable->scope_ = nullptr;
+  }
+}
+
+Join::~Join() {
+  if (stage_ == Stage::kEnded) return;
+  // The exception is not ours to see: it is on its way.
+  if (std::uncaught_exceptions() > exceptions_at_start_) {
+    leave_by(nullptr);
+    return;
+  }
+  std::string problem;
+  try {
+    finish();
+    return;
+  } catch (const std::exception& error) {
+    problem = error.what();
+  } catch (...) {
+    problem = "one that is no std::exception";
+  }
+  try {
+    TORCH_WARN("A Join scope left without finish() ended by an error: ", problem.substr(0, problem.find('\n')));
+    // NOLINTNEXTLINE(bugprone-empty-catch): a warning may be made an error, and this is no place for one
+  } catch (...) {
+  }
+}
+
+JoinTally Join::notify(Joinable& joinable, const JoinVote& vote) {
+  return joinable.scope_ == nullptr ? JoinTally() : joinable.scope_->begin_iteration(joinable, vote);
+}
+
+JoinTally Join::current_tally(const Joinable& joinable) {
+  return joinable.scope_ == nullptr ? JoinTally() : joinable.scope_->tally_;
+}
+
+JoinTally Join::own_tally(Joinable& joinable, const JoinVote& vote) {
+  auto* scope = joinable.scope_;
+  if (scope == nullptr || scope->stage_ == Stage::kPost) return {};
+  const bool is_live = scope->stage_ == Stage::kOpen;
+  return scope->send({.is_live = is_live, .will_reduce = is_live && vote.will_reduce}, detail::Sending::kAsync);
+}
+
+int Join::authoritative_rank(const Joinable& joinable) {
+  TORCH_CHECK(joinable.scope_ != nullptr && joinable.scope_->stage_ == Stage::kPost, "[lockstep/join] joinable ",
+              quoted(joinable), " asked for the authoritative rank outside a post hook, where it is not yet known");
+  return *joinable.scope_->report_.authoritative_rank;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,74 @@
+// What takes part in a Join scope: a Joinable communicates in every iteration, and its JoinHook does the same
+// communication on ranks that have run out of inputs. Written by DDP, ZeRO and users; called by Join.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <memory>
+#include <string>
+
+#include "lockstep/comm/group.h"
+#include "lockstep/join/options.h"
+
+namespace lockstep {
+
+class Join;
+
+/// Made for one scope. Runs on ranks that have joined, and post_hook() on all; both do nothing by default.
+class JoinHook {
+ public:
+  virtual ~JoinHook() = default;
+
+  /// Once per iteration in which some rank is live: the collectives of that iteration, in a live rank's order. What
+  /// the live ranks said is in Join::current_tally(). A call of Join::notify() in here does nothing.
+  virtual void main_hook() {}
+
+  /// Once on every rank, after all have joined. `is_last_joiner` is true on the ranks that mirrored nothing: at least
+  /// one, maybe several. Join::authoritative_rank() is one of them.
+  virtual void post_hook(bool /*is_last_joiner*/) {}
+};
+
+/// How a joinable stands to the scope it is in. Outside a scope everything is false.
+struct JoinConfig {
+  bool enable = false;
+  bool throw_on_early_termination = false;
+  bool is_first_joinable = false;
+
+  friend bool operator==(const JoinConfig&, const JoinConfig&) = default;
+};
+
+/// When in an iteration a joinable communicates. Scopes refuse lists in which a kStep stands before a kGradients: its
+/// collectives come later, and the ranks would never meet.
+enum class JoinPhase { kAny, kGradients, kStep };
+
+/// Calls Join::notify(*this) in every iteration before its own collectives. Belongs to one scope at a time and must
+/// outlive it; used by the thread that trains.
+class Joinable {
+ public:
+  virtual ~Joinable() = default;
+  Joinable(const Joinable&) = delete;
+  Joinable& operator=(const Joinable&) = delete;
+
+  /// A hook for a new scope, not null. Called when the scope is built, in list order, before it changes anything; throw
+  /// to refuse it.
+  virtual std::unique_ptr<JoinHook> join_hook(const JoinOptions& options) = 0;
+  /// Where the scope's control messages live if this joinable is the first of its list.
+  virtual c10::Device join_device() const = 0;
+  /// The same for all joinables of a scope.
+  virtual GroupPtr join_process_group() const = 0;
+  /// For messages.
+  virtual std::string join_name() const { return "joinable"; }
+  virtual JoinPhase join_phase() const { return JoinPhase::kAny; }
+
+  const JoinConfig& join_config() const { return config_; }
+
+ protected:
+  Joinable() = default;
+
+ private:
+  friend class Join;
+  JoinConfig config_;
+  Join* scope_ = nullptr;  // the open one; null if config_ is disabled
+};
+
+}  // namespace lockstep

@@ -1,0 +1,77 @@
+#include "lockstep/join/tally.h"
+
+#include <ATen/ops/zeros.h>
+
+#include <mutex>
+
+#include "lockstep/comm/collectives.h"
+
+namespace lockstep {
+namespace {
+
+// Well below the width of a word, so that a union never looks negative.
+constexpr int kRanksPerWord = 32;
+
+int64_t words_per_set(int ranks) {
+  return (ranks + kRanksPerWord - 1) / kRanksPerWord;
+}
+
+}  // namespace
+
+struct JoinTally::State {
+  const int ranks;
+  const at::Tensor message;
+  Pending pending = {};
+
+  std::mutex mutex = {};
+  at::Tensor words = {};  // guarded by mutex: the message on the CPU, once it was read
+
+  at::Tensor read() {
+    const std::lock_guard lock(mutex);
+    if (!words.defined()) {
+      pending.wait();
+      words = message.cpu();
+    }
+    return words;
+  }
+};
+
+std::vector<int> JoinTally::ranks_in(Set set) const {
+  TORCH_CHECK(state_,
+              "[lockstep/join] this tally is empty: it was made outside a Join scope, or by a joinable that is ",
+              "not the first. Ask is_open(), or Join::current_tally().");
+  const auto words = state_->read();
+  const auto* bits = words.const_data_ptr<int64_t>() + set * words_per_set(state_->ranks);
+  std::vector<int> ranks;
+  for (int rank = 0; rank < state_->ranks; ++rank) {
+    if ((bits[rank / kRanksPerWord] >> (rank % kRanksPerWord)) & 1) ranks.push_back(rank);
+  }
+  return ranks;
+}
+
+bool JoinTally::is_ready() const {
+  return state_->message.device().is_cpu() && state_->pending.is_completed();
+}
+
+JoinTally detail::send_flags(const ControlFlags& flags, const GroupPtr& group, c10::Device device, Sending sending) {
+  const auto words = words_per_set(group->getSize());
+  auto message = at::zeros({JoinTally::kSets * words}, at::kLong);
+  auto* bits = message.mutable_data_ptr<int64_t>();
+  const auto add_me_to = [&](JoinTally::Set set) {
+    bits[set * words + group->getRank() / kRanksPerWord] |= int64_t{1} << (group->getRank() % kRanksPerWord);
+  };
+  if (flags.is_live) add_me_to(JoinTally::kLive);
+  if (flags.will_reduce) add_me_to(JoinTally::kReducing);
+  if (flags.wants_stop) add_me_to(JoinTally::kStopping);
+  if (flags.is_attentive) add_me_to(JoinTally::kAttentive);
+  JoinTally tally;
+  tally.state_ = std::make_shared<JoinTally::State>(group->getSize(), message.to(device));
+  if (sending == Sending::kAsync) {
+    tally.state_->pending = launch_all_reduce(tally.state_->message, group);
+  } else {
+    all_reduce(tally.state_->message, group);
+  }
+  return tally;
+}
+
+}  // namespace lockstep
