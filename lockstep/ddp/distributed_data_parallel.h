@@ -55,7 +55,7 @@ std::shared_ptr<torch::nn::Module> as_module(const M& module) {
 }  // namespace detail
 
 template <class M>
-class DistributedDataParallel : public torch::nn::Module {
+class DistributedDataParallel : public torch::nn::Module, public Joinable {
  public:
   /// Collective over the group.
   explicit DistributedDataParallel(M module, const DdpOptions& options = {})
@@ -63,6 +63,7 @@ class DistributedDataParallel : public torch::nn::Module {
         module_(std::move(module)),
         engine_(DdpEngine::make(detail::as_module(module_), options)) {
     register_module("module", detail::as_module(module_));
+    engine_->set_joinable(this);
   }
   DistributedDataParallel(M module, const GroupPtr& group, DdpOptions options = {})
       : DistributedDataParallel(std::move(module), with_group(std::move(options), group)) {}
@@ -94,6 +95,22 @@ class DistributedDataParallel : public torch::nn::Module {
 
   /// Forwards inside this scope, and their backwards, do not communicate.
   [[nodiscard]] NoSyncGuard no_sync() { return NoSyncGuard(*engine_); }
+
+  /// A scope in which ranks may have different numbers of inputs: `auto scope = ddp.join();`, then forward and
+  /// backward as often as there are inputs, then scope.finish(), or `ddp.join().run([&] { … });`. See
+  /// lockstep/join/join.h, also for scopes with an optimizer that communicates.
+  [[nodiscard]] Join join(bool divide_by_initial_world_size = true, bool enable = true,
+                          bool throw_on_early_termination = false) {
+    return Join({this}, {.enable = enable,
+                         .throw_on_early_termination = throw_on_early_termination,
+                         .options = {.divide_by_initial_world_size = divide_by_initial_world_size}});
+  }
+  void check_join(const JoinSettings& settings) const override { engine_->check_join(settings); }
+  std::unique_ptr<JoinHook> join_hook(const JoinOptions& options) override { return engine_->join_hook(options); }
+  c10::Device join_device() const override { return engine_->device(); }
+  GroupPtr join_process_group() const override { return engine_->group(); }
+  std::string join_name() const override { return "DistributedDataParallel"; }
+  JoinPhase join_phase() const override { return JoinPhase::kGradients; }
 
   /// hook(bucket), or hook(state, bucket), whose state is kept here; returns a future of the tensor that replaces the
   /// bucket's buffer. Instead of averaging; the gradients it gets are not divided. One per wrapper.

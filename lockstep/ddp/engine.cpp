@@ -152,7 +152,7 @@ void DdpEngine::make_reducer() {
                   ? *options_.output_device
                   : (options_.device_ids && !options_.device_ids->empty() ? (*options_.device_ids)[0] : -1),
           .broadcast_buffers = has_forward_buffers_,
-          .has_sync_bn = has_sync_bn_,
+          .has_sync_bn = !sync_bn_.empty(),
           .is_multi_device = is_multi_device_,
           .is_static_graph = options_.static_graph});
   if (options_.mixed_precision) {
@@ -215,7 +215,7 @@ void DdpEngine::check_module(const NamedTensors& all_parameters) {
     if (dynamic_cast<const SyncBatchNormImpl*>(&part) == nullptr) return;
     TORCH_CHECK(!device_.is_cpu(), "[lockstep/ddp] layer '", name,
                 "' is a SyncBatchNorm, which works in modules on an accelerator only");
-    has_sync_bn_ = true;
+    if (sync_bn_.empty()) sync_bn_ = name;
   });
 }
 
@@ -272,16 +272,21 @@ void DdpEngine::pre_forward() {
   }
   if (c10d::debug_level() != c10d::DebugLevel::Off) check_parameters_unchanged();
   const bool is_synced = c10::GradMode::is_enabled() && is_sync_enabled_;
+  const auto tally = begin_join_iteration(is_synced);
   if (is_synced) {
     note("stats");
     logger_->set_runtime_stats_and_log();
     reducer_->prepare_for_forward();
   }
-  if (c10::GradMode::is_enabled()) {
+  // Ranks without inputs know of synced steps only.
+  if (c10::GradMode::is_enabled() && (is_synced || !is_joining())) {
     if (reducer_->rebuild_buckets()) note("rebuild");
   }
-  if (buffers_->will_sync_before_forward()) note("sync_buffers");
-  reducer_->install_futures(buffers_->before_forward(group_));
+  if (buffers_->will_sync_before_forward()) {
+    note("sync_buffers");
+    const int source = tally.is_open() ? tally.live_ranks().back() : 0;
+    reducer_->install_futures(buffers_->before_forward(group_, source));
+  }
   if (low_) low_->lower();
 }
 
@@ -368,21 +373,28 @@ void DdpEngine::pass_through_sink(const std::vector<at::Tensor*>& outputs) {
   for (std::size_t i = 0; i < outputs.size(); ++i) *outputs[i] = passed[i];
 }
 
+double DdpEngine::reduced_weight(double weight) {
+  // As a double: token counts of large batches do not fit a float.
+  const auto total = at::full({1}, weight, at::TensorOptions(at::kDouble).device(device_));
+  all_reduce(total, group_);
+  const auto sum = total.item<double>();
+  if (sum <= 0) {
+    fail(str("[lockstep/ddp] rank ", group_->getRank(), " of ", group_->getSize(),
+             ": the weights of all ranks are zero: there is nothing to average"));
+  }
+  return sum;
+}
+
 void DdpEngine::backward(const at::Tensor& loss, double weight) {
   TORCH_CHECK(reducer_, "[lockstep/ddp] a weighted backward needs buckets: not with per_parameter, nor with all ",
               "parameters delayed");
   TORCH_CHECK(weight >= 0, "[lockstep/ddp] a weight of ", weight, " was given: it cannot be negative");
+  TORCH_CHECK(!is_joining() || join_options_.weighted, "[lockstep/ddp] backward(loss, weight) in a Join scope needs ",
+              "JoinOptions::weighted, so that ranks without inputs take part in adding up the weights");
   weight_so_far_ += weight;
   const bool has_nothing_to_count = weight_so_far_ == 0;
   if (is_sync_enabled_) {
-    // As a double: token counts of large batches do not fit a float.
-    const auto total = at::full({1}, weight_so_far_, at::TensorOptions(at::kDouble).device(device_));
-    all_reduce(total, group_);
-    const auto sum = total.item<double>();
-    if (sum <= 0) {
-      fail(str("[lockstep/ddp] rank ", group_->getRank(), " of ", group_->getSize(),
-               ": the weights of all ranks are zero: there is nothing to average"));
-    }
+    const auto sum = reduced_weight(weight_so_far_);
     weight_so_far_ = 0;
     reducer_->set_divisor(sum);
     // The mean over nothing is NaN, and so is zero times it.

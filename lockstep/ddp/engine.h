@@ -19,6 +19,7 @@
 #include "lockstep/ddp/per_parameter_reduction.h"
 #include "lockstep/ddp/reducer.h"
 #include "lockstep/ddp/snapshot.h"
+#include "lockstep/join/join.h"
 
 namespace torch::nn {
 class Module;
@@ -56,6 +57,16 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   /// This rank's gradients count `weight` times: the average is the weighted one, over all ranks and all backwards
   /// since the last reduced one. Collective if the backward is reduced.
   void backward(const at::Tensor& loss, double weight);
+
+  // Join; see join_hook.cpp.
+  /// What stands in scopes for this engine: its wrapper, which outlives every scope it is in.
+  void set_joinable(Joinable* joinable) { joinable_ = joinable; }
+  void check_join(const JoinSettings& settings) const;
+  std::unique_ptr<JoinHook> join_hook(const JoinOptions& options);
+  /// One iteration of ranks with inputs, on one without. Collective.
+  void mirror_iteration();
+  /// Parameters, and buffers if they are synced, become those of rank `source`. Collective.
+  void take_state_of(int source);
 
   bool is_sync_enabled() const { return is_sync_enabled_; }
   /// Refuses to turn it off if optimizers step in backward.
@@ -95,6 +106,11 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   void make_reducer();
   void set_up_optimizers_in_backward();
   void step_in_backward(std::vector<std::vector<OptimizerPtr>> optimizers, const std::string& reason);
+  JoinTally begin_join_iteration(bool is_synced);
+  bool is_joining() const { return joinable_ != nullptr && joinable_->join_config().enable; }
+  /// The sum of the ranks' weights, of which this one's is given. Collective.
+  double reduced_weight(double weight);
+  void set_join_divisor(const JoinTally& tally);
   bool moves_inputs() const;
   at::Tensor move_input(const at::Tensor& input) const;
   [[noreturn]] void fail(const std::string& message) const;
@@ -108,7 +124,7 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   detail::ManagedParameters managed_;
   c10::Device device_ = c10::Device(c10::kCPU);
   bool is_multi_device_ = false;
-  bool has_sync_bn_ = false;
+  std::string sync_bn_;              // path of the first one; empty if there is none
   bool has_forward_buffers_ = true;  // buffers are synced before each forward
   bool has_initial_buffers_ = true;
 
@@ -126,6 +142,10 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   std::string steps_in_backward_by_;  // what makes optimizers step in backward; empty if nothing does
   bool has_queued_static_reduction_ = false;
   double weight_so_far_ = 0;  // of backwards since the last reduced one
+
+  // Join. The options are those of the last scope.
+  Joinable* joinable_ = nullptr;
+  JoinOptions join_options_;
 };
 
 /// The wrapper whose forward runs on this thread, null if none does.
