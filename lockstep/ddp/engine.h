@@ -85,6 +85,8 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   std::optional<double> overlap_share() const;
   void set_runtime_logging_sample_rate(int sample_rate);
   DdpSnapshot snapshot() const;
+  /// The flags of a snapshot, on a wrapper that was made with its options.
+  void restore(const DdpSnapshot& snapshot);
   /// Writes `wrapper` in full precision, if something else would be written without this. False if not.
   bool save_in_full(const torch::nn::Module& wrapper, torch::serialize::OutputArchive& archive) const;
 
@@ -93,6 +95,8 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   const std::set<std::string>& ignored() const { return ignored_; }
   /// Null if there is nothing to reduce in buckets.
   const std::shared_ptr<Reducer>& reducer() const { return reducer_; }
+  /// Throws, naming `what` needs it, if there is none.
+  Reducer& reducer_for(const char* what) const;
   torch::nn::Module& module() const { return *module_; }
   c10::Device device() const { return device_; }
 
@@ -104,6 +108,7 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   void arm_reducer(const std::vector<at::Tensor*>& outputs);
   void pass_through_sink(const std::vector<at::Tensor*>& outputs);
   void make_reducer();
+  void set_up_once();
   void set_up_optimizers_in_backward();
   void step_in_backward(std::vector<std::vector<OptimizerPtr>> optimizers, const std::string& reason);
   JoinTally begin_join_iteration(bool is_synced);

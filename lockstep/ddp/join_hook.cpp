@@ -65,12 +65,14 @@ void DdpEngine::set_join_divisor(const JoinTally& tally) {
   if (join_options_.weighted) {
     // For a backward without a weight; backward(loss, weight) adds the weights up itself.
     reducer_->set_divisor_source([this] { return reduced_weight(std::exchange(weight_so_far_, 0) + 1); });
-  } else if (!join_options_.divide_by_initial_world_size) {
+    // Optimizers that step in backward have always had the full one.
+  } else if (!join_options_.divide_by_initial_world_size && steps_in_backward_by_.empty()) {
     reducer_->set_divisor_source([tally] { return static_cast<double>(tally.live_count()); });
   }
 }
 
 void DdpEngine::mirror_iteration() {
+  set_up_once();
   auto tally = Join::current_tally(*joinable_);
   if (!joinable_->join_config().is_first_joinable) tally = Join::own_tally(*joinable_, {.will_reduce = false});
   const bool is_reduced = tally.reducing_count() > 0;

@@ -86,7 +86,8 @@ TEST_P(DdpJoinWorlds, EqualsOneProcessWithAllInputs) {
   });
 }
 
-// JOIN-39, JOIN-25, DDP-95, DDP-97: rank 0 has none at all, and rebuilds buckets with the others
+// JOIN-25, JOIN-29, JOIN-30, JOIN-31, JOIN-39, JOIN-40, DDP-93, DDP-95, DDP-97: rank 0 has none at all, and rebuilds
+// buckets with the others
 TEST_P(DdpJoinWorlds, RanksWithoutAnyInputsEndWithTheSameModel) {
   const std::vector<int> inputs = {0, 2, 3, 10};
   run_threads_in_gtest({.world_size = GetParam()}, [&](const World& world) {
