@@ -15,3 +15,5 @@
 #include "lockstep/ddp/quantization_hooks.h"
 #include "lockstep/ddp/sync_batch_norm.h"
 #include "lockstep/mesh/device_mesh.h"
+#include "lockstep/optim/functional_registry.h"
+#include "lockstep/optim/optimizers.h"
