@@ -26,22 +26,32 @@ bool keeps_state(const typename Rule::Options& options) {
 
 template <class Rule>
 RuleOptimizer<Rule>::RuleOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, Options defaults)
-    : Optimizer(param_groups, group_options(defaults)) {
+    : Optimizer(std::vector<torch::optim::OptimizerParamGroup>(), group_options(defaults)) {
   Rule::check(defaults);
-  for (const auto& group : this->param_groups()) {
-    const auto options = options_from<Options>(group.options(), defaults);
-    Rule::check(options);
-    if constexpr (requires { &Rule::make_state; }) {
-      for (const auto& parameter : group.params()) {
-        Rule::make_state(parameter, state_of<Rule>(*this, parameter), options);
-      }
-    }
-  }
+  for (const auto& group : param_groups) add_param_group(group);
 }
 
 template <class Rule>
 RuleOptimizer<Rule>::RuleOptimizer(std::vector<at::Tensor> parameters, Options defaults)
     : RuleOptimizer(std::vector<torch::optim::OptimizerParamGroup>{{std::move(parameters)}}, std::move(defaults)) {}
+
+template <class Rule>
+void RuleOptimizer<Rule>::add_param_group(const torch::optim::OptimizerParamGroup& group) {
+  const auto options = group.has_options() ? options_of(group) : options_from<Options>(*defaults_);
+  Rule::check(options);
+  Optimizer::add_param_group(torch::optim::OptimizerParamGroup(group.params()));
+  param_groups_.back().set_options(group_options(options));
+  if constexpr (requires { &Rule::make_state; }) {
+    for (const auto& parameter : group.params()) {
+      Rule::make_state(parameter, state_of<Rule>(*this, parameter), options);
+    }
+  }
+}
+
+template <class Rule>
+auto RuleOptimizer<Rule>::options_of(const torch::optim::OptimizerParamGroup& group) const -> Options {
+  return options_from<Options>(group.options(), options_from<Options>(*defaults_));
+}
 
 template <class Rule>
 at::Tensor RuleOptimizer<Rule>::step(LossClosure closure) {
@@ -56,9 +66,8 @@ at::Tensor RuleOptimizer<Rule>::step(LossClosure closure) {
   };
   // All groups are checked before any is changed.
   std::vector<GroupUpdates> groups;
-  const auto defaults = options_from<Options>(*defaults_);
   for (const auto& group : param_groups()) {
-    auto& [options, updates] = groups.emplace_back(GroupUpdates{options_from<Options>(group.options(), defaults), {}});
+    auto& [options, updates] = groups.emplace_back(GroupUpdates{options_of(group), {}});
     updates.reserve(group.params().size());
     for (const auto& parameter : group.params()) {
       if (const auto& gradient = parameter.grad(); gradient.defined()) updates.push_back({parameter, gradient, {}});

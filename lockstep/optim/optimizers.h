@@ -22,6 +22,10 @@ class RuleOptimizer : public torch::optim::Optimizer {
   explicit RuleOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, Options defaults = {});
   explicit RuleOptimizer(std::vector<at::Tensor> parameters, Options defaults = {});
 
+  /// As libtorch's, except that the options a group brings are kept: libtorch's gives it the defaults instead if it
+  /// does not know their type. Called through a reference to the base class it still does.
+  void add_param_group(const torch::optim::OptimizerParamGroup& group);
+
   /// Updates the parameters that have a gradient; the others, and their state, stay as they are. Changes none if it
   /// refuses one of the gradients.
   at::Tensor step(LossClosure closure = nullptr) override;
@@ -29,6 +33,10 @@ class RuleOptimizer : public torch::optim::Optimizer {
   void save(torch::serialize::OutputArchive& archive) const override;
   /// Replaces options and state. Changes nothing if the archive does not fit the parameter groups.
   void load(torch::serialize::InputArchive& archive) override;
+
+ private:
+  /// What libtorch's options lack comes from the defaults.
+  Options options_of(const torch::optim::OptimizerParamGroup& group) const;
 };
 
 // Classes, not aliases: their names are in messages, and programs may declare them.

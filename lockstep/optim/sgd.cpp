@@ -5,6 +5,7 @@
 #include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
 #include "lockstep/optim/one_thread.h"
@@ -13,6 +14,12 @@ namespace lockstep::optim {
 namespace {
 
 using detail::UpdateLists;
+
+/// The CPU kernel leaves most elements of half types as they are (pytorch issue 191763).
+bool has_fused_kernel(const UpdateLists& lists) {
+  const auto& parameter = lists.parameters.front();
+  return lists.is_fusable && !(parameter.is_cpu() && c10::isReducedFloatingType(parameter.scalar_type()));
+}
 
 void update_fused(const UpdateLists& lists, const SGDOptions& options, bool is_first_step) {
   const detail::OneThread one_thread(lists.is_small);
@@ -51,7 +58,8 @@ void update_sparse(const ParameterUpdate& update, const SGDOptions& options) {
 
 void update_dense(ParameterUpdates updates, const SGDOptions& options, bool is_first_step) {
   for (const auto& lists : detail::lists_of(updates, {options.momentum != 0})) {
-    lists.is_fusable ? update_fused(lists, options, is_first_step) : update_by_loop(lists, options, is_first_step);
+    has_fused_kernel(lists) ? update_fused(lists, options, is_first_step)
+                            : update_by_loop(lists, options, is_first_step);
   }
 }
 
