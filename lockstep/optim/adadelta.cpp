@@ -28,7 +28,7 @@ void AdadeltaRule::update(ParameterUpdates updates, const Options& options) {
     const auto gradients = detail::loop_gradients(lists, options.maximize, options.weight_decay);
     const auto& squares = lists.slots[0];
     const auto& deltas = lists.slots[1];
-    at::_foreach_mul_(squares, options.rho);
+    detail::scale(squares, options.rho);
     at::_foreach_addcmul_(squares, gradients, gradients, 1 - options.rho);
     const auto denominators = at::_foreach_add(squares, options.eps);
     at::_foreach_sqrt_(denominators);
@@ -37,7 +37,7 @@ void AdadeltaRule::update(ParameterUpdates updates, const Options& options) {
     at::_foreach_sqrt_(changes);
     at::_foreach_div_(changes, denominators);
     at::_foreach_mul_(changes, gradients);
-    at::_foreach_mul_(deltas, options.rho);
+    detail::scale(deltas, options.rho);
     at::_foreach_addcmul_(deltas, changes, changes, 1 - options.rho);
     at::_foreach_add_(lists.parameters, changes, -options.lr);
   }

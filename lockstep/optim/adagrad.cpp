@@ -3,7 +3,6 @@
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_foreach_addcdiv.h>
 #include <ATen/ops/_foreach_addcmul.h>
-#include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_foreach_sqrt.h>
 #include <ATen/ops/_fused_adagrad.h>
 #include <ATen/ops/sparse_coo_tensor.h>
@@ -34,7 +33,7 @@ void update_by_loop(const UpdateLists& lists, const AdagradOptions& options) {
   at::_foreach_add_(denominators, options.eps);
   std::vector<at::Scalar> factors;
   for (const auto step : lists.steps) factors.emplace_back(-step_size(options, step));
-  at::_foreach_addcdiv_(lists.parameters, at::_foreach_mul(gradients, factors), denominators);
+  at::_foreach_addcdiv_(lists.parameters, gradients, denominators, factors);
 }
 
 /// Touches only the rows the gradient has.

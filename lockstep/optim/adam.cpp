@@ -6,7 +6,6 @@
 #include <ATen/ops/_foreach_div.h>
 #include <ATen/ops/_foreach_lerp.h>
 #include <ATen/ops/_foreach_maximum.h>
-#include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_foreach_sqrt.h>
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
@@ -49,10 +48,10 @@ void update_by_loop(const UpdateLists& lists, const AdamOptions& options) {
   const auto gradients =
       detail::loop_gradients(lists, options.maximize, options.decoupled_weight_decay ? 0 : options.weight_decay);
   if (options.decoupled_weight_decay && options.weight_decay != 0) {
-    at::_foreach_mul_(lists.parameters, 1 - options.lr * options.weight_decay);
+    detail::scale(lists.parameters, 1 - options.lr * options.weight_decay);
   }
   at::_foreach_lerp_(averages, gradients, 1 - beta1);
-  at::_foreach_mul_(squares, beta2);
+  detail::scale(squares, beta2);
   at::_foreach_addcmul_(squares, gradients, gradients, 1 - beta2);
 
   if (options.amsgrad) at::_foreach_maximum_(lists.slots[2], squares);

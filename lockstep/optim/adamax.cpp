@@ -5,7 +5,6 @@
 #include <ATen/ops/_foreach_addcdiv.h>
 #include <ATen/ops/_foreach_lerp.h>
 #include <ATen/ops/_foreach_maximum.h>
-#include <ATen/ops/_foreach_mul.h>
 #include <c10/core/GradMode.h>
 
 #include <cmath>
@@ -19,7 +18,7 @@ void update_lists(const detail::UpdateLists& lists, const AdamaxOptions& options
   const auto& averages = lists.slots[0];
   const auto& largest = lists.slots[1];
   at::_foreach_lerp_(averages, gradients, 1 - beta1);
-  at::_foreach_mul_(largest, beta2);
+  detail::scale(largest, beta2);
   const auto sizes = at::_foreach_abs(gradients);
   at::_foreach_add_(sizes, options.eps);
   at::_foreach_maximum_(largest, sizes);

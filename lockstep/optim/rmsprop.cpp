@@ -4,7 +4,6 @@
 #include <ATen/ops/_foreach_addcdiv.h>
 #include <ATen/ops/_foreach_addcmul.h>
 #include <ATen/ops/_foreach_lerp.h>
-#include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_foreach_sqrt.h>
 #include <c10/core/GradMode.h>
 
@@ -18,7 +17,7 @@ constexpr std::size_t kAverage = 2;
 void update_lists(const detail::UpdateLists& lists, const RMSpropOptions& options) {
   const auto gradients = detail::loop_gradients(lists, options.maximize, options.weight_decay);
   const auto& squares = lists.slots[kSquare];
-  at::_foreach_mul_(squares, options.alpha);
+  detail::scale(squares, options.alpha);
   at::_foreach_addcmul_(squares, gradients, gradients, 1 - options.alpha);
   std::vector<at::Tensor> denominators;
   if (options.centered) {
@@ -32,7 +31,7 @@ void update_lists(const detail::UpdateLists& lists, const RMSpropOptions& option
   at::_foreach_add_(denominators, options.eps);
   if (options.momentum > 0) {
     const auto& buffers = lists.slots[kMomentum];
-    at::_foreach_mul_(buffers, options.momentum);
+    detail::scale(buffers, options.momentum);
     at::_foreach_addcdiv_(buffers, gradients, denominators);
     at::_foreach_add_(lists.parameters, buffers, -options.lr);
   } else {

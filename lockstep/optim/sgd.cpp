@@ -1,7 +1,6 @@
 #include "lockstep/optim/sgd.h"
 
 #include <ATen/ops/_foreach_add.h>
-#include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/core/GradMode.h>
@@ -34,7 +33,7 @@ void update_by_loop(const UpdateLists& lists, const SGDOptions& options, bool is
     if (is_first_step) {
       for (std::size_t i = 0; i < buffers.size(); ++i) buffers[i].copy_(gradients[i]);
     } else {
-      at::_foreach_mul_(buffers, options.momentum);
+      detail::scale(buffers, options.momentum);
       at::_foreach_add_(buffers, gradients, 1 - options.dampening);
     }
     gradients = options.nesterov ? at::_foreach_add(gradients, buffers, options.momentum) : buffers;

@@ -1,9 +1,11 @@
 #include "lockstep/optim/update.h"
 
 #include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_foreach_neg.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/full_like.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/view_as_real.h>
 #include <c10/util/Exception.h>
 #include <c10/util/complex.h>
@@ -96,6 +98,15 @@ std::vector<at::Tensor> loop_gradients(const UpdateLists& lists, bool maximize, 
   auto negated = at::_foreach_neg(lists.gradients);
   if (weight_decay != 0) at::_foreach_add_(negated, lists.parameters, weight_decay);
   return negated;
+}
+
+void scale(const std::vector<at::Tensor>& tensors, double factor) {
+  if (!tensors.front().is_cpu()) return at::_foreach_mul_(tensors, factor);
+  // There kernels round a factor that is a number to the tensors' type, and 0.999 is 1 in bfloat16. One that is a
+  // tensor, as Python passes it, they do not.
+  auto exact = at::scalar_tensor(factor, at::kDouble);
+  exact.unsafeGetTensorImpl()->set_wrapped_number(true);
+  for (const auto& tensor : tensors) tensor.mul_(exact);
 }
 
 void fill_slot(const at::Tensor& parameter, at::Tensor& slot, double value) {

@@ -69,6 +69,9 @@ std::vector<UpdateLists> lists_of(ParameterUpdates updates, const SlotsUsed& use
 /// are the caller's own if neither was asked for.
 std::vector<at::Tensor> loop_gradients(const UpdateLists& lists, bool maximize, double weight_decay);
 
+/// Multiplies all by a number.
+void scale(const std::vector<at::Tensor>& tensors, double factor);
+
 /// Gives an empty slot a tensor of this value, laid out like the parameter.
 void fill_slot(const at::Tensor& parameter, at::Tensor& slot, double value = 0);
 /// Zeros for the used slots that are empty.

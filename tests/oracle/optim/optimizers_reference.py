@@ -98,7 +98,7 @@ def ran(name, options, kernel, dtype, layout, grouped):
     groups = [{"params": parameters, **options}]
     if grouped:
         groups = [{"params": parameters[:2], **options}, {"params": parameters[2:], **second}]
-    implementation = {"fused": {"fused": True}, "foreach": {"foreach": True}, "single": {"foreach": False}}[kernel]
+    implementation = {"fused": True} if kernel == "fused" else {"foreach": False}
     optimizer = getattr(torch.optim, name)(groups, **options, **implementation)
     gradients, after = [], []
     for step in range(STEPS):
@@ -129,16 +129,17 @@ def main():
     cases = []
     for name, all_options in OPTIONS.items():
         for options in all_options:
-            for kernel in ["fused", "single"] if name in FUSED else ["foreach", "single"]:
-                cases.append(ran(name, options, kernel, torch.float32, "dense", grouped=False))
-            kernel = "fused" if name in FUSED else "foreach"
+            if name in FUSED:
+                cases.append(ran(name, options, "fused", torch.float32, "dense", grouped=False))
+            cases.append(ran(name, options, "single", torch.float32, "dense", grouped=False))
+            kernel = "fused" if name in FUSED else "single"
             cases.append(ran(name, options, kernel, torch.float64, "dense", grouped=True))
             # The fused SGD of half types does nothing to most elements.
-            half = kernel if name != "SGD" else "foreach"
+            half = kernel if name != "SGD" else "single"
             cases.append(ran(name, options, half, torch.bfloat16, "channels_last", grouped=False))
             cases.append(ran(name, options, half, torch.float16, "dense", grouped=True))
-            cases.append(ran(name, options, "foreach", torch.float32, "strided", grouped=True))
-            cases.append(ran(name, options, "foreach", torch.complex64, "dense", grouped=False))
+            cases.append(ran(name, options, "single", torch.float32, "strided", grouped=True))
+            cases.append(ran(name, options, "single", torch.complex64, "dense", grouped=False))
     torch.save(cases, sys.argv[1])
 
 
