@@ -1,4 +1,6 @@
 // Clipping and scaling of gradients that ranks hold parts of: equal to one process that holds all.
+#include <torch/torch.h>
+
 #include "lockstep/comm/collectives.h"
 #include "lockstep/optim/clip_grad.h"
 #include "lockstep/optim/grad_scaler.h"

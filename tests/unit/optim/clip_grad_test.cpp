@@ -1,6 +1,7 @@
 // Clipping: what the comparison with PyTorch does not show. Shards are in tests/threads/optim.
 #include "lockstep/optim/clip_grad.h"
 
+#include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include "lockstep/testing/checks.h"

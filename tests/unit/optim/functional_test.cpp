@@ -1,4 +1,5 @@
 // Functional optimizers and their registry.
+#include <gmock/gmock.h>
 #include <torch/torch.h>
 
 #include <thread>
@@ -9,8 +10,6 @@
 
 namespace lockstep {
 namespace {
-
-using optim::FunctionalOptimizer;
 
 void expect_error(const std::function<void()>& action, const std::vector<std::string>& parts) {
   testing::expect_error(action, parts);

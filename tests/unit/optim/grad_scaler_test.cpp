@@ -1,6 +1,7 @@
 // GradScaler: order of calls, what it does disabled, state.
 #include "lockstep/optim/grad_scaler.h"
 
+#include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include "lockstep/testing/checks.h"

@@ -1,6 +1,7 @@
 // State by Python's names, of libtorch's optimizers and ours.
 #include "lockstep/optim/named_state.h"
 
+#include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include "lockstep/optim/functional.h"
