@@ -17,3 +17,8 @@
 #include "lockstep/ddp/sync_batch_norm.h"
 #include "lockstep/join/join.h"
 #include "lockstep/mesh/device_mesh.h"
+#include "lockstep/optim/clip_grad.h"
+#include "lockstep/optim/functional_registry.h"
+#include "lockstep/optim/grad_scaler.h"
+#include "lockstep/optim/named_state.h"
+#include "lockstep/optim/optimizers.h"
