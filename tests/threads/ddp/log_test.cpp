@@ -257,6 +257,7 @@ LOCKSTEP_THREAD_TEST(DdpClone, WrapsACopyOfTheModule, 2) {
 // DDP-111, DDP-112
 LOCKSTEP_THREAD_TEST(DdpSnapshot, RefusesWhatDoesNotFit, 2) {
   DistributedDataParallel ddp(mlp({4, 3}), world.group());
+  for (int step = 0; step < 2; ++step) ddp(random_batch(1, 4, step)).sum().backward();
   auto options = ddp.snapshot().options;
   expect_error([&] { DistributedDataParallel(mlp({4, 2}), world.group(), options); },
                {"layer0.weight", "[3,4]", "[2,4]"});
