@@ -100,6 +100,7 @@ class DistributedDataParallel : public torch::nn::Module, public Joinable {
 
   /// Backward of `loss`, with this rank's gradients counting `weight` times (its samples, or its tokens): the exact
   /// mean over all samples even if ranks have different numbers of them. Under no_sync() weights add up like gradients.
+  /// All of an accumulation is weighted, or nothing; gradients are zeroed before it.
   /// A rank without samples gives 0; its gradients are then left out, even if the mean over nothing made them NaN.
   void backward(const at::Tensor& loss, double weight = 1) { engine_->backward(loss, weight); }
 
@@ -115,6 +116,8 @@ class DistributedDataParallel : public torch::nn::Module, public Joinable {
                          .throw_on_early_termination = throw_on_early_termination,
                          .options = {.divide_by_initial_world_size = divide_by_initial_world_size}});
   }
+  /// With all settings: ddp.join({.options = {.weighted = true}}).
+  [[nodiscard]] Join join(JoinSettings settings) { return Join({this}, std::move(settings)); }
   void check_join(const JoinSettings& settings) const override { engine_->check_join(settings); }
   std::unique_ptr<JoinHook> join_hook(const JoinOptions& options) override { return engine_->join_hook(options); }
   c10::Device join_device() const override { return engine_->device(); }

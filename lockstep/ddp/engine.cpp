@@ -9,6 +9,7 @@
 #include <torch/csrc/distributed/c10d/debug.h>
 #include <torch/nn/module.h>
 
+#include <cmath>
 #include <unordered_set>
 
 #include "lockstep/base/env.h"
@@ -61,6 +62,26 @@ std::string common_problem(const std::vector<std::string>& problems) {
              problems[0].empty() ? "" : "; on rank 0: ", problems[0], problems[0].empty() ? "; " : "\n", text);
 }
 
+std::string dtype_text(const std::optional<at::ScalarType>& dtype) {
+  return dtype ? c10::toString(*dtype) : "none";
+}
+
+/// What decides which collectives a step makes: the ranks must agree.
+Facts shared_facts(const DdpOptions& options) {
+  const auto text = [](bool value) { return value ? "true" : "false"; };
+  const auto precision = options.mixed_precision.value_or(MixedPrecision{});
+  return {{"find_unused_parameters", text(options.find_unused_parameters)},
+          {"static_graph", text(options.static_graph)},
+          {"skip_all_reduce_unused_params", text(options.skip_all_reduce_unused_params)},
+          {"per_parameter", text(options.per_parameter)},
+          {"param_dtype", dtype_text(precision.param_dtype)},
+          {"reduce_dtype", dtype_text(precision.reduce_dtype)},
+          {"buffer_dtype", dtype_text(precision.buffer_dtype)},
+          {"number of delayed parameters", std::to_string(options.delay_all_reduce_named_params.size())},
+          {"buffers synced before forward",
+           text(options.forward_sync_buffers.value_or(options.broadcast_buffers.value_or(true)))}};
+}
+
 }  // namespace
 
 DdpEngine* active_ddp() {
@@ -100,7 +121,10 @@ DdpEngine::DdpEngine(std::shared_ptr<torch::nn::Module> module, const DdpOptions
   } catch (const c10::Error& error) {
     problem = error.what_without_backtrace();
   }
-  if (options_.init_sync && group_->getSize() > 1) problem = common_problem(all_gather_object(problem, group_));
+  if (options_.init_sync && group_->getSize() > 1) {
+    problem = common_problem(all_gather_object(problem, group_));
+    if (problem.empty()) check_same_on_all_ranks("DistributedDataParallel's options", shared_facts(options_), group_);
+  }
   TORCH_CHECK(problem.empty(), problem);
 
   buffers_ = std::make_unique<detail::BufferSync>(*module_, ignored_, has_forward_buffers_);
@@ -275,7 +299,9 @@ void DdpEngine::set_up_once() {
 }
 
 void DdpEngine::pre_forward() {
+  if (per_parameter_) per_parameter_->refresh_hooks();
   if (!reducer_) return;
+  reducer_->refresh_hooks();
   set_up_once();
   if (c10d::debug_level() != c10d::DebugLevel::Off) check_parameters_unchanged();
   const bool is_synced = c10::GradMode::is_enabled() && is_sync_enabled_;
@@ -394,19 +420,40 @@ double DdpEngine::reduced_weight(double weight) {
 
 void DdpEngine::backward(const at::Tensor& loss, double weight) {
   reducer_for("a weighted backward");
-  TORCH_CHECK(weight >= 0, "[lockstep/ddp] a weight of ", weight, " was given: it cannot be negative");
+  TORCH_CHECK(weight >= 0 && std::isfinite(weight), "[lockstep/ddp] a weight of ", weight,
+              " was given: it cannot be negative and must be finite");
   TORCH_CHECK(!is_joining() || join_options_.weighted, "[lockstep/ddp] backward(loss, weight) in a Join scope needs ",
-              "JoinOptions::weighted, so that ranks without inputs take part in adding up the weights");
+              "JoinOptions::weighted, so that ranks without inputs take part in adding up the weights: ",
+              "ddp.join({.options = {.weighted = true}})");
+  const bool is_first = weight_so_far_ == 0;
   weight_so_far_ += weight;
   const bool has_nothing_to_count = weight_so_far_ == 0;
   if (is_sync_enabled_) {
     const auto sum = reduced_weight(weight_so_far_);
     weight_so_far_ = 0;
     reducer_->set_divisor(sum);
+    // Gradients of an earlier reduced step are averages already: what the divisor takes away is given back.
+    if (is_first) scale_gradients(sum / group_->getSize());
     // The mean over nothing is NaN, and so is zero times it.
     if (has_nothing_to_count) reducer_->leave_out_own_gradients();
   }
+  if (!is_sync_enabled_) {
+    reducer_->set_divisor_source([this]() -> double {
+      fail(str("[lockstep/ddp] rank ", group_->getRank(), " of ", group_->getSize(),
+               ": gradients of backward(loss, weight) under no_sync() wait to be averaged: end with backward(loss, ",
+               "weight) as well, not with loss.backward()."));
+    });
+  }
   (loss * weight).backward();
+}
+
+void DdpEngine::scale_gradients(double factor) {
+  if (factor == 1) return;
+  const at::NoGradGuard no_grad;
+  for (const auto& parameter : managed_.tensors) {
+    auto& grad = parameter.mutable_grad();
+    if (grad.defined()) grad.mul_(factor);
+  }
 }
 
 Reducer& DdpEngine::reducer_for(const char* what) const {

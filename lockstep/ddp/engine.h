@@ -115,6 +115,7 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   bool is_joining() const { return joinable_ != nullptr && joinable_->join_config().enable; }
   /// The sum of the ranks' weights, of which this one's is given. Collective.
   double reduced_weight(double weight);
+  void scale_gradients(double factor);
   void set_join_divisor(const JoinTally& tally);
   bool moves_inputs() const;
   at::Tensor move_input(const at::Tensor& input) const;

@@ -27,11 +27,27 @@ class ReadyHook final : public torch::autograd::FunctionPostHook {
 
 void GradientHooks::add(const std::vector<at::Tensor>& parameters,
                         const std::function<void(std::size_t index)>& on_ready) {
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    auto accumulator = torch::autograd::impl::grad_accumulator(parameters[i]);
-    const auto key = accumulator->add_post_hook(std::make_unique<ReadyHook>(on_ready, i));
-    index_of_[accumulator.get()] = i;
-    hooks_.emplace_back(std::move(accumulator), key);
+  parameters_ = parameters;
+  on_ready_ = on_ready;
+  hooks_.resize(parameters.size());
+  for (std::size_t i = 0; i < parameters.size(); ++i) add_one(i);
+}
+
+void GradientHooks::add_one(std::size_t index) {
+  auto accumulator = torch::autograd::impl::grad_accumulator(parameters_[index]);
+  const auto key = accumulator->add_post_hook(std::make_unique<ReadyHook>(on_ready_, index));
+  index_of_[accumulator.get()] = index;
+  hooks_[index] = {std::move(accumulator), key};
+}
+
+void GradientHooks::refresh() {
+  for (std::size_t i = 0; i < hooks_.size(); ++i) {
+    auto& [accumulator, key] = hooks_[i];
+    const auto now = torch::autograd::impl::try_get_grad_accumulator(parameters_[i]);
+    if (now.get() == accumulator.get() || !parameters_[i].requires_grad()) continue;
+    accumulator->del_post_hook(key);
+    index_of_.erase(accumulator.get());
+    add_one(i);
   }
 }
 
@@ -39,6 +55,7 @@ void GradientHooks::remove() {
   for (const auto& [accumulator, key] : hooks_) accumulator->del_post_hook(key);
   hooks_.clear();
   index_of_.clear();
+  parameters_.clear();
 }
 
 }  // namespace lockstep::detail

@@ -27,6 +27,9 @@ class GradientHooks {
   /// May be called again, and after a part of the parameters is gone.
   void remove();
   bool are_installed() const { return !hooks_.empty(); }
+  /// Before a forward. A parameter may have got another accumulator since add(), one without the hook: set_() does so,
+  /// and with it torch::load().
+  void refresh();
 
   const std::unordered_map<const torch::autograd::Node*, std::size_t>& index_of_accumulator() const {
     return index_of_;
@@ -35,7 +38,11 @@ class GradientHooks {
  private:
   using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
 
-  std::vector<std::pair<NodePtr, std::uintptr_t>> hooks_;
+  void add_one(std::size_t index);
+
+  std::vector<at::Tensor> parameters_;
+  std::function<void(std::size_t index)> on_ready_;
+  std::vector<std::pair<NodePtr, std::uintptr_t>> hooks_;  // by parameter
   std::unordered_map<const torch::autograd::Node*, std::size_t> index_of_;
 };
 

@@ -31,6 +31,12 @@ void check_options(const DdpOptions& options) {
               has_delayed ? "delay_all_reduce_named_params is set, but param_to_hook_all_reduce is not"
                           : "param_to_hook_all_reduce is set, but delay_all_reduce_named_params is not",
               ": set both or neither");
+  if (const auto& precision = options.mixed_precision) {
+    for (const auto& dtype : {precision->param_dtype, precision->reduce_dtype, precision->buffer_dtype}) {
+      TORCH_CHECK(!dtype || c10::isFloatingType(*dtype), "[lockstep/ddp] mixed_precision: ", c10::toString(*dtype),
+                  " is no floating point dtype");
+    }
+  }
   if (options.per_parameter) {
     TORCH_CHECK(!options.bucket_cap_mb && options.bucket_cap_mb_list.empty() && !options.gradient_as_bucket_view &&
                     !options.find_unused_parameters && !options.static_graph && !options.batched_grad_copy &&

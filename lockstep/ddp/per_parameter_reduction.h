@@ -22,6 +22,8 @@ class PerParameterReduction {
   /// `is_enabled` is asked at every gradient.
   PerParameterReduction(std::vector<at::Tensor> parameters, GroupPtr group, std::function<bool()> is_enabled);
 
+  /// Before every forward; see GradientHooks.
+  void refresh_hooks() { hooks_.refresh(); }
   void add_hook(ParameterHook hook) { user_hooks_.push_back(std::move(hook)); }
 
  private:

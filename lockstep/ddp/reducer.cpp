@@ -112,6 +112,11 @@ void Reducer::fail(const std::string& message) {
 
 // ---- a step ----
 
+void Reducer::refresh_hooks() {
+  const std::lock_guard lock(mutex_);
+  hooks_.refresh();
+}
+
 void Reducer::prepare_for_forward() {
   const std::lock_guard lock(mutex_);
   times_.clear();

@@ -47,6 +47,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
+  /// Before every forward: hooks follow parameters that torch::load() or set_() gave another accumulator.
+  void refresh_hooks();
   /// A step begins: notes the time.
   void prepare_for_forward();
   /// Lays the buckets out in the order gradients came, once, as rank 0 saw it. Returns whether it did; then it was

@@ -82,8 +82,11 @@ void check_case(const Case& file_case, const World& world, const Setting& settin
     const auto result = results["steps"][i];
     zero_gradients(*model, step["zero"].text());
     const auto loss = run_step(ddp, kind, rank_step(file_case, world.rank(), i, setting.device));
-    log.change(result["log"]);
-    log.expect_in(ddp.get_ddp_logging_data());
+    // In Join scopes buckets are rebuilt in reduced steps only: other ranks do not know of local ones.
+    if (!file_case.facts["is_joined"].flag()) {
+      log.change(result["log"]);
+      log.expect_in(ddp.get_ddp_logging_data());
+    }
     if (has_tensors) {
       expect_same(loss, result["loss"].tensor(), tolerance, "loss");
       expect_gradients(*model, result["gradients"], tolerance);

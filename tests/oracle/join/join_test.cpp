@@ -79,7 +79,7 @@ TEST(JoinOracle, AgreesWithPyTorch) {
     for (const int world_size : {2, 3}) {
       testing::run_threads_in_gtest({.world_size = world_size, .backend = backend}, [&](const World& world) {
         int index = 0;
-        for (const c10::IValue& subject : saved.toList()) {
+        for (const auto& subject : saved.toListRef()) {
           const ::testing::ScopedTrace trace(__FILE__, __LINE__, str(backend, ", case ", index++));
           if (static_cast<int>(at_key(subject, "inputs").toList().size()) == world_size) compare(subject, world);
         }

@@ -35,7 +35,7 @@ inline c10::IValue at_key(const c10::IValue& dict, const std::string& key) {
 /// None becomes an undefined tensor.
 inline std::vector<at::Tensor> tensors_of(const c10::IValue& list) {
   std::vector<at::Tensor> tensors;
-  for (const c10::IValue& each : list.toList()) tensors.push_back(each.isNone() ? at::Tensor() : each.toTensor());
+  for (const auto& each : list.toListRef()) tensors.push_back(each.isNone() ? at::Tensor() : each.toTensor());
   return tensors;
 }
 

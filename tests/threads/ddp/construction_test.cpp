@@ -58,7 +58,7 @@ LOCKSTEP_THREAD_TEST(DdpConstruction, RefusesDeviceIdsForCpuModules, 2) {
                {"device_ids []", "output_device 0"});
   expect_error(
       [&] { DistributedDataParallel(mlp({3, 2}), world.group(), {.device_ids = std::vector<c10::DeviceIndex>{0, 1}}); },
-      {"2 entries"});
+      {"0, 1"});
   DistributedDataParallel(mlp({3, 2}), world.group(), {.device_ids = std::vector<c10::DeviceIndex>{}});
 }
 
@@ -273,6 +273,25 @@ LOCKSTEP_THREAD_TEST(DdpConstruction, MayBeWrappedAgain, 2) {
     // Reduced once, not once per wrapper there has been.
     EXPECT_TRUE(at::allclose(module->layers[0]->weight.grad(), at::full({2, 3}, 1.5)));
   }
+}
+
+// What decides the collectives of a step is compared when the wrapper is made
+LOCKSTEP_THREAD_TEST(DdpConstruction, NamesOptionsThatDifferBetweenRanks, 2) {
+  const bool is_odd = world.rank() == 1;
+  const auto differ = [&](const DdpOptions& options, const std::string& name) {
+    expect_error([&] { DistributedDataParallel(mlp({4, 2}), world.group(), options); }, {"options", name, "rank 1"});
+  };
+  differ({.find_unused_parameters = is_odd}, "find_unused_parameters");
+  differ({.static_graph = is_odd}, "static_graph");
+  differ({.mixed_precision = is_odd ? std::optional(MixedPrecision{.param_dtype = at::kHalf}) : std::nullopt},
+         "param_dtype");
+  expect_error(
+      [&] {
+        DistributedDataParallel(mlp({4, 2}), world.group(),
+                                {.mixed_precision = MixedPrecision{.param_dtype = at::kInt}});
+      },
+      {"Int", "floating point"});
+  DistributedDataParallel(mlp({4, 2}), world.group());
 }
 
 }  // namespace

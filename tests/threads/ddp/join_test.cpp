@@ -304,7 +304,7 @@ TEST_P(DdpJoinWorlds, WeightsGiveTheMeanOverSamples) {
     auto model = mlp({6, 4, 2});
     DistributedDataParallel ddp(model, world.group());
     torch::optim::SGD optimizer(model->parameters(), 0.1);
-    Join({&ddp}, {.options = {.weighted = true}}).run([&] {
+    ddp.join({.options = {.weighted = true}}).run([&] {
       for (int step = 0; step < std::min<int>(steps, world.rank() + 2); ++step) {
         optimizer.zero_grad();
         const auto mine = batch_of(world.rank(), step);

@@ -2,6 +2,10 @@
 // steps that are not to be reduced are not.
 #include <thread>
 
+#include <torch/serialize.h>
+
+#include <sstream>
+
 #include "tests/ddp_models.h"
 
 namespace lockstep {
@@ -382,6 +386,57 @@ LOCKSTEP_THREAD_TEST(DdpWeights, LeaveOutRanksWithoutSamples, 3) {
     zero_grads(ddp);
     ddp.backward(ddp(batch).pow(2).mean(), 1);
     expect_close(gradients_of(ddp), expected);
+  }
+}
+
+// Gradients that are there already are averages, and stay what they are.
+LOCKSTEP_THREAD_TEST(DdpWeights, AddToGradientsOfEarlierSteps, 2) {
+  for (const bool as_view : {false, true}) {
+    DistributedDataParallel ddp(mlp({6, 3}), world.group(), {.gradient_as_bucket_view = as_view});
+    const auto batch = random_batch(4, 6, world.rank());
+    ddp.backward(ddp(batch).sum(), 1 + 3 * world.rank());
+    auto twice = gradients_of(ddp);
+    for (auto& gradient : twice) gradient = gradient * 2;
+    ddp.backward(ddp(batch).sum(), 1 + 3 * world.rank());
+    expect_close(gradients_of(ddp), twice);
+  }
+}
+
+LOCKSTEP_THREAD_TEST(DdpWeights, AreNotMixedWithPlainBackwards, 2) {
+  DistributedDataParallel ddp(mlp({6, 3}), world.group());
+  {
+    const auto guard = ddp.no_sync();
+    ddp.backward(ddp(random_batch(2, 6, 1)).sum(), 2);
+  }
+  const auto output = ddp(random_batch(2, 6, 2));
+  expect_error([&] { output.sum().backward(); }, {"backward(loss, weight)", "no_sync"});
+  expect_error([&] { ddp.backward(output.sum(), std::numeric_limits<double>::infinity()); }, {"finite"});
+}
+
+// torch::load() gives parameters other accumulators, which have no hooks
+LOCKSTEP_THREAD_TEST(DdpStep, AveragesAfterLoadingIntoAWrappedModule, 2) {
+  std::stringstream file;
+  torch::save(mlp({6, 5, 3}), file);
+  const auto batch = random_batch(8, 6, 3);
+  const auto expected = reference({6, 5, 3}, batch);
+  const std::vector<DdpOptions> ways = {{},
+                                        {.find_unused_parameters = true},
+                                        {.static_graph = true},
+                                        {.gradient_as_bucket_view = true},
+                                        {.per_parameter = true}};
+  for (const auto& options : ways) {
+    const Warnings quiet;
+    auto model = mlp({6, 5, 3}, 99);
+    DistributedDataParallel ddp(model, world.group(), options);
+    ddp(my_rows(batch, world)).sum().backward();
+    file.clear();
+    file.seekg(0);
+    torch::load(model, file);
+    for (int step = 0; step < 2; ++step) {
+      zero_grads(ddp);
+      ddp(my_rows(batch, world)).pow(2).mean().backward();
+      expect_close(gradients_of(ddp), expected);
+    }
   }
 }
 
