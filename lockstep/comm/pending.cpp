@@ -182,8 +182,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Pending::future() {
   for (const auto& work : state_->works) parts.push_back(work->getFuture());
   return detail::all_of(parts)->then(
       [state = state_, parts](c10::ivalue::Future&) {
-        for (const auto& part : parts) part->value();  // rethrows
-        detail::wait_on_stream(parts);
+        for (const auto& part : parts) part->waitAndThrow();  // the current stream waits too
         state->finish(nullptr);
         return c10::IValue(state->call.results());
       },

@@ -62,24 +62,16 @@ std::string common_problem(const std::vector<std::string>& problems) {
              problems[0].empty() ? "" : "; on rank 0: ", problems[0], problems[0].empty() ? "; " : "\n", text);
 }
 
-std::string dtype_text(const std::optional<at::ScalarType>& dtype) {
-  return dtype ? c10::toString(*dtype) : "none";
-}
-
 /// What decides which collectives a step makes: the ranks must agree.
-Facts shared_facts(const DdpOptions& options) {
+Facts shared_facts(const DdpOptions& options, bool has_forward_buffers) {
   const auto text = [](bool value) { return value ? "true" : "false"; };
-  const auto precision = options.mixed_precision.value_or(MixedPrecision{});
   return {{"find_unused_parameters", text(options.find_unused_parameters)},
           {"static_graph", text(options.static_graph)},
           {"skip_all_reduce_unused_params", text(options.skip_all_reduce_unused_params)},
           {"per_parameter", text(options.per_parameter)},
-          {"param_dtype", dtype_text(precision.param_dtype)},
-          {"reduce_dtype", dtype_text(precision.reduce_dtype)},
-          {"buffer_dtype", dtype_text(precision.buffer_dtype)},
+          {"mixed_precision", detail::describe(options.mixed_precision.value_or(MixedPrecision{}))},
           {"number of delayed parameters", std::to_string(options.delay_all_reduce_named_params.size())},
-          {"buffers synced before forward",
-           text(options.forward_sync_buffers.value_or(options.broadcast_buffers.value_or(true)))}};
+          {"buffers synced before forward", text(has_forward_buffers)}};
 }
 
 }  // namespace
@@ -123,7 +115,10 @@ DdpEngine::DdpEngine(std::shared_ptr<torch::nn::Module> module, const DdpOptions
   }
   if (options_.init_sync && group_->getSize() > 1) {
     problem = common_problem(all_gather_object(problem, group_));
-    if (problem.empty()) check_same_on_all_ranks("DistributedDataParallel's options", shared_facts(options_), group_);
+    if (problem.empty()) {
+      check_same_on_all_ranks("DistributedDataParallel's options", shared_facts(options_, has_forward_buffers_),
+                              group_);
+    }
   }
   TORCH_CHECK(problem.empty(), problem);
 
@@ -184,12 +179,11 @@ void DdpEngine::make_reducer() {
                                                   detail::buffers_of(*module_, ignored_));
     low_->attach(reducer_);
     reducer_->reserve_hook_slot("mixed_precision reduces the gradients its own way");
-    logger_->set_mixed_precision(low_->describe());
+    logger_->set_mixed_precision(detail::describe(*options_.mixed_precision));
   }
   reducer_->set_error_listener([this](const std::string& error) { logger_->set_error_and_log(error); });
   if (c10d::debug_level() != c10d::DebugLevel::Off) {
-    LOG(INFO) << "[lockstep/ddp] rank " << group_->getRank() << " of " << group_->getSize() << " wraps "
-              << module_->name() << "\n"
+    LOG(INFO) << who() << " wraps " << module_->name() << "\n"
               << reducer_->plan().to_string() << detail::relevant_environment();
   }
 }
@@ -248,13 +242,17 @@ void DdpEngine::check_module(const NamedTensors& all_parameters) {
 
 void DdpEngine::sync_states(const std::vector<ParameterInfo>& infos) {
   verify_parameters_across_ranks(infos, group_);
+  take_state_of(0, has_initial_buffers_);
+}
+
+void DdpEngine::take_state_of(int source, bool has_buffers) {
   std::vector<at::Tensor> tensors;
   for (const auto& [name, tensor] : parameters_) tensors.push_back(tensor);
   for (const auto& [name, tensor] : options_.delay_all_reduce_named_params) tensors.push_back(tensor);
-  if (has_initial_buffers_) {
+  if (has_buffers) {
     for (const auto& [name, tensor] : detail::buffers_of(*module_, ignored_)) tensors.push_back(tensor);
   }
-  broadcast_coalesced(tensors, group_);
+  broadcast_coalesced(tensors, group_, kBroadcastChunkBytes, source);
 }
 
 void DdpEngine::check_parameters_unchanged() const {
@@ -286,8 +284,7 @@ void DdpEngine::check_parameters_unchanged() const {
     problems.push_back(str("'", name, "' was removed, or does not require gradients any more"));
   }
   if (problems.empty()) return;
-  fail(str("[lockstep/ddp] rank ", group_->getRank(), " of ", group_->getSize(),
-           ": the module's parameters changed after it was wrapped: ", join(problems, "; "),
+  fail(str(who(), ": the module's parameters changed after it was wrapped: ", join(problems, "; "),
            ". Wrap it again after such changes."));
 }
 
@@ -412,8 +409,7 @@ double DdpEngine::reduced_weight(double weight) {
   all_reduce(total, group_);
   const auto sum = total.item<double>();
   if (sum <= 0) {
-    fail(str("[lockstep/ddp] rank ", group_->getRank(), " of ", group_->getSize(),
-             ": the weights of all ranks are zero: there is nothing to average"));
+    fail(str(who(), ": the weights of all ranks are zero: there is nothing to average"));
   }
   return sum;
 }
@@ -436,10 +432,9 @@ void DdpEngine::backward(const at::Tensor& loss, double weight) {
     if (is_first) scale_gradients(sum / group_->getSize());
     // The mean over nothing is NaN, and so is zero times it.
     if (has_nothing_to_count) reducer_->leave_out_own_gradients();
-  }
-  if (!is_sync_enabled_) {
+  } else {
     reducer_->set_divisor_source([this]() -> double {
-      fail(str("[lockstep/ddp] rank ", group_->getRank(), " of ", group_->getSize(),
+      fail(str(who(),
                ": gradients of backward(loss, weight) under no_sync() wait to be averaged: end with backward(loss, ",
                "weight) as well, not with loss.backward()."));
     });
@@ -454,6 +449,10 @@ void DdpEngine::scale_gradients(double factor) {
     auto& grad = parameter.mutable_grad();
     if (grad.defined()) grad.mul_(factor);
   }
+}
+
+std::string DdpEngine::who() const {
+  return str("[lockstep/ddp] rank ", group_->getRank(), " of ", group_->getSize());
 }
 
 Reducer& DdpEngine::reducer_for(const char* what) const {

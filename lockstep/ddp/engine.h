@@ -65,8 +65,9 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   std::unique_ptr<JoinHook> join_hook(const JoinOptions& options);
   /// One iteration of ranks with inputs, on one without. Collective.
   void mirror_iteration();
-  /// Parameters, and buffers if they are synced, become those of rank `source`. Collective.
-  void take_state_of(int source);
+  /// Parameters, and buffers if asked for, become those of rank `source`. Collective.
+  void take_state_of(int source, bool has_buffers);
+  bool has_forward_buffers() const { return has_forward_buffers_; }
 
   bool is_sync_enabled() const { return is_sync_enabled_; }
   /// Refuses to turn it off if optimizers step in backward.
@@ -119,6 +120,7 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   void set_join_divisor(const JoinTally& tally);
   bool moves_inputs() const;
   at::Tensor move_input(const at::Tensor& input) const;
+  std::string who() const;
   [[noreturn]] void fail(const std::string& message) const;
 
   // Fixed after construction.

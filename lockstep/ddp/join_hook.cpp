@@ -2,13 +2,10 @@
 // place. The order of collectives is the same on both:
 //
 //   control message; rebuilt buckets, once; buffers; and if gradients are reduced: weights, buckets, used parameters.
-#include <ATen/ops/full.h>
-
 #include "lockstep/base/str.h"
 #include "lockstep/ddp/engine.h"
 #include "lockstep/ddp/logger.h"
 #include "lockstep/ddp/mixed_precision.h"
-#include "lockstep/ddp/state_sync.h"
 #include "lockstep/join/join.h"
 
 namespace lockstep {
@@ -20,7 +17,9 @@ class DdpJoinHook : public JoinHook {
   DdpJoinHook(std::shared_ptr<DdpEngine> engine, const Joinable& joinable)
       : engine_(std::move(engine)), joinable_(joinable) {}
   void main_hook() override { engine_->mirror_iteration(); }
-  void post_hook(bool /*is_last_joiner*/) override { engine_->take_state_of(Join::authoritative_rank(joinable_)); }
+  void post_hook(bool /*is_last_joiner*/) override {
+    engine_->take_state_of(Join::authoritative_rank(joinable_), engine_->has_forward_buffers());
+  }
 
  private:
   const std::shared_ptr<DdpEngine> engine_;
@@ -31,14 +30,12 @@ class DdpJoinHook : public JoinHook {
 
 void DdpEngine::check_join(const JoinSettings& settings) const {
   const auto refuse = [&](const std::string& what) {
-    TORCH_CHECK(false, "[lockstep/ddp] rank ", group_->getRank(), " of ", group_->getSize(),
-                ": DistributedDataParallel cannot be in a Join scope with ", what,
+    TORCH_CHECK(false, who(), ": DistributedDataParallel cannot be in a Join scope with ", what,
                 ": ranks without inputs could not do the same");
   };
   if (settings.throw_on_early_termination) return;  // nothing is mirrored
-  TORCH_CHECK(sync_bn_.empty(), "[lockstep/ddp] rank ", group_->getRank(), " of ", group_->getSize(),
-              ": the module has a SyncBatchNorm, '", sync_bn_, "', which communicates in forward: open the Join scope ",
-              "with throw_on_early_termination");
+  TORCH_CHECK(sync_bn_.empty(), who(), ": the module has a SyncBatchNorm, '", sync_bn_,
+              "', which communicates in forward: open the Join scope ", "with throw_on_early_termination");
   if (options_.per_parameter) refuse("per_parameter");
   if (!reducer_ || !options_.delay_all_reduce_named_params.empty()) refuse("delay_all_reduce_named_params");
   if (options_.skip_all_reduce_unused_params) refuse("skip_all_reduce_unused_params");
@@ -65,8 +62,8 @@ void DdpEngine::set_join_divisor(const JoinTally& tally) {
   if (join_options_.weighted) {
     // For a backward without a weight; backward(loss, weight) adds the weights up itself.
     reducer_->set_divisor_source([this] { return reduced_weight(std::exchange(weight_so_far_, 0) + 1); });
-    // Optimizers that step in backward have always had the full one.
   } else if (!join_options_.divide_by_initial_world_size && steps_in_backward_by_.empty()) {
+    // Not for optimizers that step in backward: they have always had the full one.
     reducer_->set_divisor_source([tally] { return static_cast<double>(tally.live_count()); });
   }
 }
@@ -87,15 +84,6 @@ void DdpEngine::mirror_iteration() {
     set_join_divisor(tally);
   }
   reducer_->mirror_backward();
-}
-
-void DdpEngine::take_state_of(int source) {
-  std::vector<at::Tensor> tensors;
-  for (const auto& [name, tensor] : parameters_) tensors.push_back(tensor);
-  if (buffers_->is_enabled()) {
-    for (const auto& [name, tensor] : detail::buffers_of(*module_, ignored_)) tensors.push_back(tensor);
-  }
-  broadcast_coalesced(tensors, group_, kBroadcastChunkBytes, source);
 }
 
 }  // namespace lockstep

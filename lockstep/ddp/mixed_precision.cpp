@@ -103,9 +103,9 @@ at::Tensor LowPrecision::cast_input(const at::Tensor& input) const {
   return config_.param_dtype && is_castable(input) ? input.to(*config_.param_dtype) : input;
 }
 
-std::string LowPrecision::describe() const {
-  return str("param_dtype ", name_of(config_.param_dtype), ", reduce_dtype ", name_of(config_.reduce_dtype),
-             ", buffer_dtype ", name_of(config_.buffer_dtype));
+std::string describe(const MixedPrecision& config) {
+  return str("param_dtype ", name_of(config.param_dtype), ", reduce_dtype ", name_of(config.reduce_dtype),
+             ", buffer_dtype ", name_of(config.buffer_dtype));
 }
 
 at::Tensor LowPrecision::in_full(const at::Tensor& tensor) const {

@@ -23,6 +23,9 @@ class OutputArchive;
 
 namespace lockstep::detail {
 
+/// "param_dtype Half, reduce_dtype Float, buffer_dtype none".
+std::string describe(const MixedPrecision& config);
+
 class LowPrecision {
  public:
   /// `parameters` are all that are not ignored, frozen ones too. Casts buffers at once.
@@ -43,8 +46,6 @@ class LowPrecision {
 
   /// The dtype gradients are computed in, if it differs from a parameter's own.
   std::optional<at::ScalarType> param_dtype() const { return config_.param_dtype; }
-  /// "param_dtype Half, reduce_dtype Float, buffer_dtype none".
-  std::string describe() const;
 
   /// What torch::nn::Module::save() does, with everything in full precision.
   void save(const torch::nn::Module& module, torch::serialize::OutputArchive& archive) const;

@@ -58,13 +58,11 @@ void UsedMap::launch(const GroupPtr& group) {
   }
   pending_ = launch_all_reduce(on_device_, group);
   is_under_way_ = true;
-  is_reduced_ = false;
 }
 
 void UsedMap::fetch() {
   pending_.wait();
   is_under_way_ = false;
-  is_reduced_ = true;
   marks_.copy_(on_device_);
 }
 
@@ -82,7 +80,6 @@ void UsedMap::finish() {
 
 void UsedMap::clear() {
   marks_.zero_();
-  is_reduced_ = false;
 }
 
 }  // namespace lockstep::detail

@@ -34,8 +34,6 @@ class UsedMap {
   /// Waits for what is under way. All ranks end a step with it, so that no sum meets the next one.
   void finish();
   void clear();
-  /// What the ranks sum up; for a rank that takes part without a step of its own.
-  at::Tensor on_device() const { return on_device_; }
 
  private:
   void fetch();
@@ -44,7 +42,6 @@ class UsedMap {
   at::Tensor on_device_;  // what is summed
   Pending pending_;
   bool is_under_way_ = false;
-  bool is_reduced_ = false;
 };
 
 }  // namespace lockstep::detail

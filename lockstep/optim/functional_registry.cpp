@@ -6,6 +6,8 @@
 #include <map>
 #include <mutex>
 
+#include "lockstep/optim/rules.h"
+
 namespace lockstep::optim {
 namespace {
 
@@ -35,15 +37,10 @@ class Registry {
   }
 
  private:
-  Registry() {
-    add_rule<AdadeltaRule>();
-    add_rule<AdagradRule>();
-    add_rule<AdamRule>();
-    add_rule<AdamaxRule>();
-    add_rule<AdamWRule>();
-    add_rule<RMSpropRule>();
-    add_rule<RpropRule>();
-    add_rule<SGDRule>();
+  Registry() : Registry(AllRules()) {}
+  template <class... Rules>
+  explicit Registry(RuleList<Rules...> /*rules*/) {
+    (add_rule<Rules>(), ...);
   }
 
   /// Names that libtorch does not have do no harm.

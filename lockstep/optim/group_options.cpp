@@ -17,9 +17,10 @@ bool take_from_libtorch(const torch::optim::OptimizerOptions& /*from*/, Options&
   return false;
 }
 
-template <>
-bool take_from_libtorch(const torch::optim::OptimizerOptions& from, AdamOptions& into) {
-  const auto* theirs = dynamic_cast<const torch::optim::AdamOptions*>(&from);
+/// libtorch's two are as alike as ours.
+template <class Theirs, class Options>
+bool take_adam(const torch::optim::OptimizerOptions& from, Options& into) {
+  const auto* theirs = dynamic_cast<const Theirs*>(&from);
   if (theirs == nullptr) return false;
   into.lr = theirs->lr();
   into.betas = theirs->betas();
@@ -30,15 +31,13 @@ bool take_from_libtorch(const torch::optim::OptimizerOptions& from, AdamOptions&
 }
 
 template <>
+bool take_from_libtorch(const torch::optim::OptimizerOptions& from, AdamOptions& into) {
+  return take_adam<torch::optim::AdamOptions>(from, into);
+}
+
+template <>
 bool take_from_libtorch(const torch::optim::OptimizerOptions& from, AdamWOptions& into) {
-  const auto* theirs = dynamic_cast<const torch::optim::AdamWOptions*>(&from);
-  if (theirs == nullptr) return false;
-  into.lr = theirs->lr();
-  into.betas = theirs->betas();
-  into.eps = theirs->eps();
-  into.weight_decay = theirs->weight_decay();
-  into.amsgrad = theirs->amsgrad();
-  return true;
+  return take_adam<torch::optim::AdamWOptions>(from, into);
 }
 
 template <>

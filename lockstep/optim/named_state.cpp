@@ -12,6 +12,7 @@
 #include "lockstep/base/str.h"
 #include "lockstep/optim/optimizers.h"
 #include "lockstep/optim/param_state.h"
+#include "lockstep/optim/rules.h"
 
 namespace lockstep::optim {
 namespace {
@@ -51,10 +52,6 @@ bool follows(const torch::optim::Optimizer& optimizer) {
   }
   return dynamic_cast<const RuleOptimizer<Rule>*>(&optimizer) != nullptr;
 }
-
-template <class... Rules>
-struct RuleList {};
-using AllRules = RuleList<AdadeltaRule, AdagradRule, AdamRule, AdamaxRule, AdamWRule, RMSpropRule, RpropRule, SGDRule>;
 
 /// Calls visit<Rule>() for the rule the optimizer follows.
 template <class Visit, class... Rules>

@@ -8,3 +8,12 @@
 #include "lockstep/optim/rmsprop.h"
 #include "lockstep/optim/rprop.h"
 #include "lockstep/optim/sgd.h"
+
+namespace lockstep::optim {
+
+template <class... Rules>
+struct RuleList {};
+
+using AllRules = RuleList<AdadeltaRule, AdagradRule, AdamRule, AdamaxRule, AdamWRule, RMSpropRule, RpropRule, SGDRule>;
+
+}  // namespace lockstep::optim

@@ -1,36 +1,16 @@
 // Compares the comm hooks with PyTorch's, gradient by gradient over five steps; PowerSGD with the same random numbers.
-#include <cstdlib>
-#include <fstream>
-#include <iterator>
-
 #include "lockstep/base/str.h"
-#include "lockstep/testing/temp_dir.h"
 #include "tests/ddp_models.h"
+#include "tests/oracle_reference.h"
 
 namespace lockstep {
 namespace {
 
 using namespace ddp_models;
+using oracle::at_key;
 
 const std::vector<int64_t> kSizes = {8, 24, 24, 24, 5};
 constexpr int kWorldSize = 2;
-
-/// What the reference script saved; none if it cannot run here.
-c10::IValue reference() {
-  const char* python = std::getenv("LOCKSTEP_PYTHON");
-  const char* source_dir = std::getenv("LOCKSTEP_SOURCE_DIR");
-  if (python == nullptr || *python == '\0' || source_dir == nullptr) return {};
-  const testing::TempDir folder;
-  const auto file = folder.file("gradients");
-  const auto command = str("'", python, "' '", source_dir, "/tests/oracle/ddp/hooks_reference.py' '", file, "'");
-  TORCH_CHECK(std::system(command.c_str()) == 0, "the reference script failed");
-  std::ifstream in(file, std::ios::binary);
-  return torch::pickle_load({std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()});
-}
-
-c10::IValue at_key(const c10::IValue& dict, const std::string& key) {
-  return dict.toGenericDict().at(key);
-}
 
 std::vector<at::Tensor> tensors_of(const c10::IValue& list) {
   std::vector<at::Tensor> tensors;
@@ -140,7 +120,7 @@ void compare(const Case& subject, const c10::IValue& expected, const c10::IValue
 
 // DDP-66, DDP-68, DDP-70 to DDP-73: five steps of PyTorch's DDP with the same hook give the same gradients
 TEST(DdpHooksOracle, AgreeWithPyTorch) {
-  const auto saved = reference();
+  const auto saved = oracle::run_reference("ddp/hooks_reference.py");
   if (saved.isNone()) {
     GTEST_SKIP() << "LOCKSTEP_PYTHON and LOCKSTEP_SOURCE_DIR must name a Python with torch and the sources";
   }

@@ -1,35 +1,16 @@
 // Compares Join with PyTorch's on a simple joinable: what every rank reduced, how many iterations it completed and
 // mirrored, who was a last joiner and who threw.
 #include <algorithm>
-#include <cstdlib>
-#include <fstream>
-#include <iterator>
 
 #include "lockstep/base/str.h"
-#include "lockstep/testing/temp_dir.h"
 #include "tests/join_fixtures.h"
+#include "tests/oracle_reference.h"
 
 namespace lockstep {
 namespace {
 
 using namespace join_fixtures;
-
-/// What the reference script saved; none if it cannot run here.
-c10::IValue reference() {
-  const char* python = std::getenv("LOCKSTEP_PYTHON");
-  const char* source_dir = std::getenv("LOCKSTEP_SOURCE_DIR");
-  if (python == nullptr || *python == '\0' || source_dir == nullptr) return {};
-  const testing::TempDir folder;
-  const auto file = folder.file("results");
-  const auto command = str("'", python, "' '", source_dir, "/tests/oracle/join/join_reference.py' '", file, "'");
-  TORCH_CHECK(std::system(command.c_str()) == 0, "the reference script failed");
-  std::ifstream in(file, std::ios::binary);
-  return torch::pickle_load({std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()});
-}
-
-c10::IValue at_key(const c10::IValue& dict, const std::string& key) {
-  return dict.toGenericDict().at(key);
-}
+using oracle::at_key;
 
 void compare(const c10::IValue& subject, const World& world) {
   const auto expected = at_key(subject, "ranks").toList().get(world.rank());
@@ -70,7 +51,7 @@ void compare(const c10::IValue& subject, const World& world) {
 
 // JOIN-49, JOIN-18, JOIN-19, JOIN-20, JOIN-25
 TEST(JoinOracle, AgreesWithPyTorch) {
-  const auto saved = reference();
+  const auto saved = oracle::run_reference("join/join_reference.py");
   if (saved.isNone()) {
     GTEST_SKIP() << "LOCKSTEP_PYTHON and LOCKSTEP_SOURCE_DIR must name a Python with torch and the sources";
   }

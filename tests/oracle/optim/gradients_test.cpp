@@ -16,7 +16,7 @@ class GradientsOracle : public ::testing::Test {
     }
   }
   static const c10::IValue& saved() {
-    static const auto value = reference("gradients_reference.py");
+    static const auto value = oracle::run_reference("optim/gradients_reference.py");
     return value;
   }
 };

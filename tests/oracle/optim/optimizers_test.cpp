@@ -155,7 +155,7 @@ void compare(const std::vector<Case>& cases, const std::string& name) {
 const std::vector<Case>& cases() {
   static const auto all = [] {
     std::vector<Case> read;
-    const auto saved = reference("optimizers_reference.py");
+    const auto saved = oracle::run_reference("optim/optimizers_reference.py");
     if (saved.isNone()) return read;
     for (const c10::IValue& each : saved.toListRef()) read.emplace_back(each);
     return read;

@@ -1,0 +1,34 @@
+// Runs a reference script under Python and reads what it saved: plain dicts, lists and tensors.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+#include <torch/csrc/jit/serialization/pickle.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <string>
+
+#include "lockstep/base/str.h"
+#include "lockstep/testing/temp_dir.h"
+
+namespace lockstep::oracle {
+
+/// `script` is a path below tests/oracle that takes the result's path. None if there is no Python to run it here.
+inline c10::IValue run_reference(const std::string& script) {
+  const char* python = std::getenv("LOCKSTEP_PYTHON");
+  const char* source_dir = std::getenv("LOCKSTEP_SOURCE_DIR");
+  if (python == nullptr || *python == '\0' || source_dir == nullptr) return {};
+  const testing::TempDir folder;
+  const auto file = folder.file("reference");
+  const auto command = str("'", python, "' '", source_dir, "/tests/oracle/", script, "' '", file, "'");
+  TORCH_CHECK(std::system(command.c_str()) == 0, "the reference script ", script, " failed");
+  std::ifstream in(file, std::ios::binary);
+  return torch::jit::pickle_load({std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()});
+}
+
+inline c10::IValue at_key(const c10::IValue& dict, const std::string& key) {
+  return dict.toGenericDict().at(key);
+}
+
+}  // namespace lockstep::oracle
