@@ -17,3 +17,5 @@
 #include "lockstep/ddp/sync_batch_norm.h"
 #include "lockstep/join/join.h"
 #include "lockstep/mesh/device_mesh.h"
+#include "lockstep/optim/functional_registry.h"
+#include "lockstep/optim/optimizers.h"
