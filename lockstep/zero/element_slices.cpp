@@ -110,13 +110,10 @@ ElementSlices::Block ElementSlices::made_block(const std::vector<std::pair<int64
   int64_t begin = 0;
   for (const auto& [index, parameter] : members) {
     const ElementRange range{begin, begin + parameter.numel()};
-    const auto mine = intersection(range, slice);
-    // One without elements is the first rank's.
-    if (!mine.is_empty() || (parameter.numel() == 0 && group_->getRank() == 0)) {
-      block.pieces.push_back({.index = index,
-                              .parameter = parameter,
-                              .parameter_begin = begin,
-                              .elements = mine.is_empty() ? ElementRange{slice.begin, slice.begin} : mine});
+    const auto mine = range.is_empty() ? range : intersection(range, slice);
+    // One without elements is a piece too: it has state.
+    if (!mine.is_empty() || (range.is_empty() && block.plan.rank_of(begin) == group_->getRank())) {
+      block.pieces.push_back({.index = index, .parameter = parameter, .parameter_begin = begin, .elements = mine});
     }
     begin = range.end;
   }

@@ -22,7 +22,7 @@ bool is_same_type(const at::Tensor& one, const at::Tensor& other) {
 
 std::string type_text(const at::Tensor& parameter) {
   return lockstep::str(parameter.layout() == at::kStrided ? "dense" : "sparse", " ", parameter.scalar_type(), " on ",
-             c10::DeviceTypeName(parameter.device().type(), /*lower_case=*/true));
+                       c10::DeviceTypeName(parameter.device().type(), /*lower_case=*/true));
 }
 
 void check_parameters(const ParameterGroups& groups, const std::string& who) {

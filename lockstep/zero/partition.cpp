@@ -44,6 +44,10 @@ ElementRange SlicePlan::slice_of(int rank) const {
   return {std::min(total, slice * rank), std::min(total, slice * (rank + 1))};
 }
 
+int SlicePlan::rank_of(int64_t element) const {
+  return total == 0 ? 0 : static_cast<int>(std::min(element, total - 1) / slice);
+}
+
 SlicePlan plan_slices(int64_t total, int world_size, int64_t alignment) {
   TORCH_CHECK(total >= 0 && world_size > 0 && alignment > 0, "[lockstep/zero] cannot cut ", total, " elements for ",
               world_size, " ranks at multiples of ", alignment);

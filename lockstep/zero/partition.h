@@ -50,6 +50,8 @@ struct SlicePlan {
   int64_t padded() const { return slice * world_size; }
   /// The elements of `rank`'s slice that exist.
   ElementRange slice_of(int rank) const;
+  /// The rank whose slice `element` is in; of the element at the end of all, that of the last one.
+  int rank_of(int64_t element) const;
 };
 
 SlicePlan plan_slices(int64_t total, int world_size, int64_t alignment);

@@ -6,8 +6,8 @@
 namespace lockstep {
 namespace {
 
-using testing::expect_error;
 using ::testing::ElementsAre;
+using testing::expect_error;
 
 std::vector<int64_t> loads_of(const PositionsPerRank& partition, const std::vector<std::vector<int64_t>>& sizes) {
   std::vector<int64_t> loads;
@@ -78,8 +78,10 @@ TEST(SlicePlan, CoversEveryElementOnceInEqualSlices) {
           EXPECT_EQ(slice.begin, covered);
           EXPECT_LE(slice.size(), plan.slice);
           covered = slice.end;
+          for (auto element = slice.begin; element < slice.end; ++element) EXPECT_EQ(plan.rank_of(element), rank);
         }
         EXPECT_EQ(covered, total);
+        EXPECT_EQ(plan.rank_of(total), plan.rank_of(std::max<int64_t>(total - 1, 0)));
       }
     }
   }
