@@ -24,7 +24,7 @@ void ZeroOptimizer::consolidate_state_dict(int to) {
   notice_new_groups();
   copy_options(*this, *local_);
   consolidated_.reset();
-  const auto pieces = sharding_->pieces(*local_);
+  const auto pieces = own_pieces();
   const auto parameters = all_parameters();
   const bool is_target = group_->getRank() == to;
   OptimizerStateDict dict = exposed_groups();
@@ -41,6 +41,10 @@ void ZeroOptimizer::consolidate_state_dict(int to) {
     for (const auto& piece : detail::pieces_from(received)) detail::add_piece(dict, piece, parameters[piece.index]);
   }
   if (is_target) consolidated_ = std::move(dict);
+}
+
+std::vector<detail::StatePiece> ZeroOptimizer::own_pieces() const {
+  return sharding_->pieces(*local_);
 }
 
 OptimizerStateDict ZeroOptimizer::exposed_groups() const {

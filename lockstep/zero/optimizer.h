@@ -23,6 +23,7 @@ namespace lockstep {
 
 namespace detail {
 class Sharding;
+class StateAccess;
 }  // namespace detail
 
 class ZeroOptimizer : public torch::optim::Optimizer, public Joinable {
@@ -93,7 +94,7 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable {
   torch::optim::Optimizer& local() { return *local_; }
 
  private:
-  friend class StateTransfer;
+  friend class detail::StateAccess;
 
   std::string who() const;
   std::vector<std::vector<at::Tensor>> parameter_groups() const;
@@ -110,6 +111,7 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable {
   /// Lets the sharding cut the share anew, and makes a local optimizer for it with this state.
   void rebuild_local(const detail::StateSource& source);
   void take_gradients();
+  std::vector<detail::StatePiece> own_pieces() const;
   /// Options of all groups, with indices, without state.
   OptimizerStateDict exposed_groups() const;
   /// Takes options from `groups` and this rank's share from `source`. Changes nothing if it throws.

@@ -1,6 +1,25 @@
 #include "lockstep/zero/whole_parameters.h"
 
 namespace lockstep::detail {
+namespace {
+
+/// Copies where the parameter is and, if they have its sizes, laid out like it: fused kernels want that.
+NamedValues placed_beside(const at::Tensor& parameter, const NamedValues& values) {
+  auto copies = copied_to(values, parameter.device());
+  for (auto& [name, value] : copies) {
+    if (!value.isTensor()) continue;
+    const auto& tensor = value.toTensor();
+    if (tensor.dim() == 0 && parameter.dim() > 0) {
+      // Counters such as a step are read by the host in every step.
+      value = tensor.cpu();
+    } else if (tensor.sizes() == parameter.sizes() && tensor.strides() != parameter.strides()) {
+      value = unflattened_like(flattened_like(tensor, parameter), parameter);
+    }
+  }
+  return copies;
+}
+
+}  // namespace
 
 WholeParameters::WholeParameters(PartitionCache& partition, bool as_bucket_view, GroupPtr group)
     : group_(std::move(group)) {
@@ -76,11 +95,7 @@ OptimizerStateDict WholeParameters::load(const StateSource& source) {
     for (const auto& [index, parameter] : group) {
       into.params.push_back(position);
       if (const auto values = source(index, {0, parameter.numel()}, true)) {
-        auto& state = dict.state.emplace(position, copied_to(*values, parameter.device())).first->second;
-        // Counters such as a step are read by the host in every step.
-        for (auto& [name, value] : state) {
-          if (value.isTensor() && value.toTensor().dim() == 0 && parameter.dim() > 0) value = value.toTensor().cpu();
-        }
+        dict.state.emplace(position, placed_beside(parameter, *values));
       }
       ++position;
     }
