@@ -14,6 +14,9 @@
 namespace lockstep::detail {
 namespace {
 
+// In elements: moving so few takes no longer than another message.
+constexpr int64_t kFreePadding = 256 << 10;
+
 void copy_each(const std::vector<at::Tensor>& to, const std::vector<at::Tensor>& from, c10::Device device) {
   if (!device.is_cpu() && !to.empty()) return at::_foreach_copy_(to, from);
   for (std::size_t i = 0; i < to.size(); ++i) copy_plain(to[i], from[i]);
@@ -55,8 +58,8 @@ void ParameterSync::allocate(Packed& packed) const {
   const auto longest = *std::max_element(lengths.begin(), lengths.end());
   const auto total = std::accumulate(lengths.begin(), lengths.end(), int64_t{0});
   const auto ranks = static_cast<int64_t>(lengths.size());
-  // One all-gather, unless most of it would be padding.
-  packed.is_even = longest * ranks <= 2 * total;
+  // One all-gather, unless most of it would be padding and that is much.
+  packed.is_even = longest * ranks <= std::max(2 * total, kFreePadding);
   packed.buffer = allocate_buffer(packed.is_even ? longest * ranks : total, options, group_);
   int64_t begin = 0;
   for (std::size_t rank = 0; rank < lengths.size(); ++rank) {

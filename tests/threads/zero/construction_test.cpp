@@ -208,12 +208,13 @@ TEST(ZeroConstruction, ComparesParametersOnRequest) {
         Zero same(sized({3, 4}), {0.1}, world.group());
         same.check_same_on_all_ranks();
         Zero shapes(sized({3, is_odd ? 5 : 4}), {0.1}, world.group());
-        const auto text = expect_error([&] { shapes.check_same_on_all_ranks(); }, {"parameter 1", "rank 1: Float[5]"});
+        const auto text =
+            expect_error([&] { shapes.check_same_on_all_ranks(); }, {"parameter 1", "rank 1: 'Float[5]'"});
         const auto texts = all_gather_object(text.substr(0, text.find('\n')), world.group());
         for (const auto& each : texts) EXPECT_EQ(each, texts[0]);
         Zero counts(sized(is_odd ? std::vector<int64_t>{3} : std::vector<int64_t>{3, 4}), {0.1},
                     {.process_group = world.group(), .check_same_on_all_ranks = true});
-        expect_error([&] { counts.step(); }, {"number of parameters in group 0", "rank 1: 1"});
+        expect_error([&] { counts.step(); }, {"number of parameters in group 0", "rank 1: '1'"});
       },
       {2, 3});
 }
