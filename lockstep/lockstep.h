@@ -20,6 +20,7 @@
 #include "lockstep/optim/functional_registry.h"
 #include "lockstep/optim/optimizers.h"
 #include "lockstep/zero/objects.h"
+#include "lockstep/zero/overflow.h"
 #include "lockstep/zero/python_state.h"
 #include "lockstep/zero/streaming.h"
 #include "lockstep/zero/zero_redundancy_optimizer.h"
