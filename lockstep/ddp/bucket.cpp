@@ -39,7 +39,8 @@ Bucket::Bucket(std::size_t index, const BucketPlan& plan, const std::vector<at::
     lengths_ = {parameters_[0].numel()};
     return;
   }
-  const auto element = dtype.value_or(parameters_[0].scalar_type());
+  const auto own = parameters_[0].scalar_type();
+  const auto element = dtype && c10::isFloatingType(own) ? *dtype : own;
   is_complex_ = c10::isComplexType(element);
   int64_t total = 0;
   for (const auto& parameter : parameters_) {

@@ -22,10 +22,10 @@ bool BufferSync::will_sync_before_forward() const {
   return will_sync() && (!hook_ || location_ == BufferHookLocation::kPreForward);
 }
 
-std::vector<FuturePtr> BufferSync::before_forward(const GroupPtr& group) {
+std::vector<FuturePtr> BufferSync::before_forward(const GroupPtr& group, int source) {
   if (!will_sync_before_forward()) return {};
   if (hook_) return run_hook();
-  broadcast(group);
+  broadcast(group, source);
   return {};
 }
 

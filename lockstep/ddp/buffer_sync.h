@@ -37,8 +37,10 @@ class BufferSync {
   void set_required(bool is_required) { is_required_ = is_required; }
   bool is_required() const { return is_required_; }
 
-  /// Both collective if they act. They return the hook's futures.
-  std::vector<FuturePtr> before_forward(const GroupPtr& group);
+  bool has_hook() const { return hook_ != nullptr; }
+
+  /// Both collective if they act. They return the hook's futures. Without a hook the buffers are those of `source`.
+  std::vector<FuturePtr> before_forward(const GroupPtr& group, int source = 0);
   std::vector<FuturePtr> after_forward();
   bool will_sync_before_forward() const;
   /// From `source`; what before_forward() does without a hook.

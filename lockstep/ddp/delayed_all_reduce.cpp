@@ -38,15 +38,23 @@ DelayedAllReduce::DelayedAllReduce(NamedTensors parameters, GroupPtr group)
 
 void DelayedAllReduce::attach(const at::Tensor& trigger, std::function<bool()> is_enabled) {
   trigger_ = trigger;
-  hook_ = trigger_.register_hook([weak = weak_from_this(), is_enabled = std::move(is_enabled)](const at::Tensor&) {
+  const auto on_gradient = [weak = weak_from_this(), is_enabled = std::move(is_enabled)] {
     const auto self = weak.lock();
     if (self && is_enabled()) self->launch();
-  });
+  };
+  const bool is_delayed = std::any_of(parameters_.begin(), parameters_.end(),
+                                      [&](const auto& parameter) { return parameter.second.is_same(trigger); });
+  if (is_delayed) {
+    accumulation_.add({trigger_}, [on_gradient](std::size_t) { on_gradient(); });
+  } else {
+    hook_ = trigger_.register_hook([on_gradient](const at::Tensor&) { on_gradient(); });
+  }
 }
 
 void DelayedAllReduce::detach() {
   if (hook_) trigger_.remove_hook(*hook_);
   hook_.reset();
+  accumulation_.remove();
 }
 
 void DelayedAllReduce::launch() {

@@ -11,6 +11,7 @@
 
 #include "lockstep/comm/group.h"
 #include "lockstep/comm/pending.h"
+#include "lockstep/ddp/gradient_hooks.h"
 #include "lockstep/ddp/module_tensors.h"
 
 namespace lockstep::detail {
@@ -20,8 +21,9 @@ class DelayedAllReduce : public std::enable_shared_from_this<DelayedAllReduce> {
   /// Local. A buffer per dtype and device.
   DelayedAllReduce(NamedTensors parameters, GroupPtr group);
 
-  /// From now on: when the gradient of `trigger` is computed, the buffers are divided by the number of ranks and summed
-  /// over them; backward does not return before. `is_enabled` is asked each time.
+  /// From now on: when the gradient of `trigger` is computed (and, if it is a delayed one itself, added to the others),
+  /// the buffers are divided by the number of ranks and summed over them; backward does not return before. `is_enabled`
+  /// is asked each time.
   void attach(const at::Tensor& trigger, std::function<bool()> is_enabled);
   void detach();
   /// After a forward: gradients that are undefined become zeroed views of the buffers.
@@ -40,6 +42,7 @@ class DelayedAllReduce : public std::enable_shared_from_this<DelayedAllReduce> {
   std::vector<Pending> pending_;
   at::Tensor trigger_;
   std::optional<unsigned> hook_;
+  GradientHooks accumulation_;  // of a trigger that is delayed itself
 };
 
 }  // namespace lockstep::detail

@@ -52,10 +52,20 @@ std::shared_ptr<torch::nn::Module> as_module(const M& module) {
   }
 }
 
+/// The other way; `module` is what as_module() gave, or a copy of it.
+template <class M>
+M module_cast(const std::shared_ptr<torch::nn::Module>& module) {
+  if constexpr (std::is_convertible_v<M, std::shared_ptr<torch::nn::Module>>) {
+    return std::dynamic_pointer_cast<typename M::element_type>(module);
+  } else {
+    return M(std::dynamic_pointer_cast<typename M::ContainedType>(module));
+  }
+}
+
 }  // namespace detail
 
 template <class M>
-class DistributedDataParallel : public torch::nn::Module {
+class DistributedDataParallel : public torch::nn::Module, public Joinable {
  public:
   /// Collective over the group.
   explicit DistributedDataParallel(M module, const DdpOptions& options = {})
@@ -63,6 +73,7 @@ class DistributedDataParallel : public torch::nn::Module {
         module_(std::move(module)),
         engine_(DdpEngine::make(detail::as_module(module_), options)) {
     register_module("module", detail::as_module(module_));
+    engine_->set_joinable(this);
   }
   DistributedDataParallel(M module, const GroupPtr& group, DdpOptions options = {})
       : DistributedDataParallel(std::move(module), with_group(std::move(options), group)) {}
@@ -94,6 +105,22 @@ class DistributedDataParallel : public torch::nn::Module {
 
   /// Forwards inside this scope, and their backwards, do not communicate.
   [[nodiscard]] NoSyncGuard no_sync() { return NoSyncGuard(*engine_); }
+
+  /// A scope in which ranks may have different numbers of inputs: `auto scope = ddp.join();`, then forward and
+  /// backward as often as there are inputs, then scope.finish(), or `ddp.join().run([&] { … });`. See
+  /// lockstep/join/join.h, also for scopes with an optimizer that communicates.
+  [[nodiscard]] Join join(bool divide_by_initial_world_size = true, bool enable = true,
+                          bool throw_on_early_termination = false) {
+    return Join({this}, {.enable = enable,
+                         .throw_on_early_termination = throw_on_early_termination,
+                         .options = {.divide_by_initial_world_size = divide_by_initial_world_size}});
+  }
+  void check_join(const JoinSettings& settings) const override { engine_->check_join(settings); }
+  std::unique_ptr<JoinHook> join_hook(const JoinOptions& options) override { return engine_->join_hook(options); }
+  c10::Device join_device() const override { return engine_->device(); }
+  GroupPtr join_process_group() const override { return engine_->group(); }
+  std::string join_name() const override { return "DistributedDataParallel"; }
+  JoinPhase join_phase() const override { return JoinPhase::kGradients; }
 
   /// hook(bucket), or hook(state, bucket), whose state is kept here; returns a future of the tensor that replaces the
   /// bucket's buffer. Instead of averaging; the gradients it gets are not divided. One per wrapper.
@@ -128,13 +155,13 @@ class DistributedDataParallel : public torch::nn::Module {
   void set_ddp_sink_clone(bool clones) { engine_->set_sink_clones(clones); }
   /// For one backward: rows of sparse gradients, by parameter name.
   void set_sparse_metadata(std::map<std::string, at::Tensor> rows) {
-    engine_->reducer()->set_sparse_metadata(std::move(rows));
+    engine_->reducer_for("set_sparse_metadata").set_sparse_metadata(std::move(rows));
   }
   /// Goes on with another group, of which all members have the model as it is. Null on ranks that are not in it: they
   /// keep theirs.
   void update_process_group(const GroupPtr& group) { engine_->update_process_group(group); }
   /// Throws if a reduction was begun and not finished.
-  void check_finalized() { engine_->reducer()->check_finalized(); }
+  void check_finalized() { engine_->reducer_for("check_finalized").check_finalized(); }
 
   /// A batch in parts along options.dim, one per device, and back; see scatter_gather.h.
   template <class Tree>
@@ -148,12 +175,22 @@ class DistributedDataParallel : public torch::nn::Module {
 
   /// Settings and buckets, to make a wrapper like this one: DistributedDataParallel(module, group, snapshot.options).
   DdpSnapshot snapshot() const { return engine_->snapshot(); }
+  /// The sync flags of a snapshot, after construction with its options.
+  void restore(const DdpSnapshot& snapshot) { engine_->restore(snapshot); }
+  /// Wraps a copy of the module, which must be cloneable, with the same options. Collective. Hooks are not copied.
+  std::shared_ptr<torch::nn::Module> clone(const std::optional<c10::Device>& device = std::nullopt) const override {
+    const auto options = engine_->options();
+    TORCH_CHECK(options.delay_all_reduce_named_params.empty(),
+                "[lockstep/ddp] a wrapper with delayed parameters cannot be cloned: it names tensors of its module");
+    const auto copy = detail::as_module(module_)->clone(device);
+    return std::make_shared<DistributedDataParallel>(detail::module_cast<M>(copy), engine_->group(), options);
+  }
   /// In full precision, whatever the wrapper computes in.
   void save(torch::serialize::OutputArchive& archive) const override {
     if (!engine_->save_in_full(*this, archive)) torch::nn::Module::save(archive);
   }
 
-  const BucketPlan& bucket_plan() const { return engine_->reducer()->plan(); }
+  const BucketPlan& bucket_plan() const { return engine_->reducer_for("bucket_plan").plan(); }
   /// How much of the last reduction's time was hidden behind backward, from 0 to 1; none before the first.
   std::optional<double> overlap_share() const { return engine_->overlap_share(); }
   c10::DDPLoggingData get_ddp_logging_data() const { return engine_->logging_data(); }
@@ -172,7 +209,8 @@ class DistributedDataParallel : public torch::nn::Module {
 
   template <class... Args>
   decltype(auto) run_module(Args&&... args) {
-    const detail::ActiveDdpScope active(*engine_);
+    std::optional<detail::ActiveDdpScope> active;
+    if (!engine_->options().per_parameter) active.emplace(*engine_);
     if (!engine_->changes_inputs()) return module_->forward(std::forward<Args>(args)...);
     return module_->forward(prepared(std::forward<Args>(args))...);
   }

@@ -152,13 +152,13 @@ void DdpEngine::make_reducer() {
                   ? *options_.output_device
                   : (options_.device_ids && !options_.device_ids->empty() ? (*options_.device_ids)[0] : -1),
           .broadcast_buffers = has_forward_buffers_,
-          .has_sync_bn = has_sync_bn_,
+          .has_sync_bn = !sync_bn_.empty(),
           .is_multi_device = is_multi_device_,
           .is_static_graph = options_.static_graph});
   if (options_.mixed_precision) {
     low_ = std::make_unique<detail::LowPrecision>(*options_.mixed_precision, parameters_,
                                                   detail::buffers_of(*module_, ignored_));
-    low_->attach(reducer_, group_);
+    low_->attach(reducer_);
     reducer_->reserve_hook_slot("mixed_precision reduces the gradients its own way");
     logger_->set_mixed_precision(low_->describe());
   }
@@ -206,6 +206,9 @@ void DdpEngine::check_module(const NamedTensors& all_parameters) {
   device_ = all_parameters[0].second.device();
   const bool takes_device_ids = !device_.is_cpu() && !is_multi_device_;
   const bool has_device_ids = options_.device_ids && !options_.device_ids->empty();
+  TORCH_CHECK(!has_device_ids || options_.device_ids->size() == 1, "[lockstep/ddp] device_ids can only be unset or ",
+              "hold the module's one device, but is [", device_ids_text(options_), "] and the parameters are on ",
+              join(devices, ", "));
   TORCH_CHECK(takes_device_ids || (!has_device_ids && !options_.output_device),
               "[lockstep/ddp] device_ids and output_device are for modules on one accelerator, but got device_ids [",
               has_device_ids ? device_ids_text(options_) : "", "], output_device ",
@@ -215,7 +218,7 @@ void DdpEngine::check_module(const NamedTensors& all_parameters) {
     if (dynamic_cast<const SyncBatchNormImpl*>(&part) == nullptr) return;
     TORCH_CHECK(!device_.is_cpu(), "[lockstep/ddp] layer '", name,
                 "' is a SyncBatchNorm, which works in modules on an accelerator only");
-    has_sync_bn_ = true;
+    if (sync_bn_.empty()) sync_bn_ = name;
   });
 }
 
@@ -231,6 +234,7 @@ void DdpEngine::sync_states(const std::vector<ParameterInfo>& infos) {
 }
 
 void DdpEngine::check_parameters_unchanged() const {
+  if (low_ && low_->is_low()) return;  // a forward without backward left them so
   const auto now = detail::managed_parameters(*module_, ignored_);
   const auto describe = [](const ParameterInfo& info, const at::Tensor& tensor) {
     return str(info.describe(), " on ", tensor.device().str());
@@ -263,25 +267,33 @@ void DdpEngine::check_parameters_unchanged() const {
            ". Wrap it again after such changes."));
 }
 
+void DdpEngine::set_up_once() {
+  if (has_set_up_) return;
+  note("set_up");
+  set_up_optimizers_in_backward();
+  has_set_up_ = true;
+}
+
 void DdpEngine::pre_forward() {
   if (!reducer_) return;
-  if (!has_set_up_) {
-    has_set_up_ = true;
-    note("set_up");
-    set_up_optimizers_in_backward();
-  }
+  set_up_once();
   if (c10d::debug_level() != c10d::DebugLevel::Off) check_parameters_unchanged();
   const bool is_synced = c10::GradMode::is_enabled() && is_sync_enabled_;
+  const auto tally = begin_join_iteration(is_synced);
   if (is_synced) {
     note("stats");
     logger_->set_runtime_stats_and_log();
     reducer_->prepare_for_forward();
   }
-  if (c10::GradMode::is_enabled()) {
+  // Ranks without inputs know of synced steps only.
+  if (c10::GradMode::is_enabled() && (is_synced || !is_joining())) {
     if (reducer_->rebuild_buckets()) note("rebuild");
   }
-  if (buffers_->will_sync_before_forward()) note("sync_buffers");
-  reducer_->install_futures(buffers_->before_forward(group_));
+  if (buffers_->will_sync_before_forward()) {
+    note("sync_buffers");
+    const int source = tally.is_open() ? tally.live_ranks().back() : 0;
+    reducer_->install_futures(buffers_->before_forward(group_, source));
+  }
   if (low_) low_->lower();
 }
 
@@ -368,21 +380,27 @@ void DdpEngine::pass_through_sink(const std::vector<at::Tensor*>& outputs) {
   for (std::size_t i = 0; i < outputs.size(); ++i) *outputs[i] = passed[i];
 }
 
+double DdpEngine::reduced_weight(double weight) {
+  // As a double: token counts of large batches do not fit a float.
+  const auto total = at::full({1}, weight, at::TensorOptions(at::kDouble).device(device_));
+  all_reduce(total, group_);
+  const auto sum = total.item<double>();
+  if (sum <= 0) {
+    fail(str("[lockstep/ddp] rank ", group_->getRank(), " of ", group_->getSize(),
+             ": the weights of all ranks are zero: there is nothing to average"));
+  }
+  return sum;
+}
+
 void DdpEngine::backward(const at::Tensor& loss, double weight) {
-  TORCH_CHECK(reducer_, "[lockstep/ddp] a weighted backward needs buckets: not with per_parameter, nor with all ",
-              "parameters delayed");
+  reducer_for("a weighted backward");
   TORCH_CHECK(weight >= 0, "[lockstep/ddp] a weight of ", weight, " was given: it cannot be negative");
+  TORCH_CHECK(!is_joining() || join_options_.weighted, "[lockstep/ddp] backward(loss, weight) in a Join scope needs ",
+              "JoinOptions::weighted, so that ranks without inputs take part in adding up the weights");
   weight_so_far_ += weight;
   const bool has_nothing_to_count = weight_so_far_ == 0;
   if (is_sync_enabled_) {
-    // As a double: token counts of large batches do not fit a float.
-    const auto total = at::full({1}, weight_so_far_, at::TensorOptions(at::kDouble).device(device_));
-    all_reduce(total, group_);
-    const auto sum = total.item<double>();
-    if (sum <= 0) {
-      fail(str("[lockstep/ddp] rank ", group_->getRank(), " of ", group_->getSize(),
-               ": the weights of all ranks are zero: there is nothing to average"));
-    }
+    const auto sum = reduced_weight(weight_so_far_);
     weight_so_far_ = 0;
     reducer_->set_divisor(sum);
     // The mean over nothing is NaN, and so is zero times it.
@@ -391,7 +409,14 @@ void DdpEngine::backward(const at::Tensor& loss, double weight) {
   (loss * weight).backward();
 }
 
+Reducer& DdpEngine::reducer_for(const char* what) const {
+  TORCH_CHECK(reducer_, "[lockstep/ddp] ", what,
+              " needs buckets: not with per_parameter, nor with all parameters delayed");
+  return *reducer_;
+}
+
 void DdpEngine::set_static_graph() {
+  reducer_for("set_static_graph");
   if (reducer_->is_static_graph()) {
     TORCH_WARN("[lockstep/ddp] static_graph is set already");
     return;
@@ -460,8 +485,7 @@ void DdpEngine::register_parameter_hook(ParameterHook hook) {
 }
 
 void DdpEngine::register_comm_hook(CommHook hook) {
-  TORCH_CHECK(reducer_, "[lockstep/ddp] a comm hook needs buckets: not with per_parameter, nor with all parameters ",
-              "delayed");
+  reducer_for("a comm hook");
   const auto name = hook.name;
   reducer_->register_comm_hook(std::move(hook));
   logger_->set_comm_hook(name);
@@ -473,6 +497,8 @@ void DdpEngine::register_buffer_comm_hook(BufferHook hook, BufferHookLocation lo
 
 void DdpEngine::update_process_group(const GroupPtr& group) {
   if (!group) return;  // this rank is not in it
+  TORCH_CHECK(reducer_ && !delayed_, "[lockstep/ddp] update_process_group is for reduction in buckets: not with ",
+              "per_parameter, nor with delayed parameters. Wrap the module again.");
   group_ = group;
   has_queued_static_reduction_ = false;
   reducer_->update_process_group(group);
@@ -495,15 +521,26 @@ bool DdpEngine::save_in_full(const torch::nn::Module& wrapper, torch::serialize:
   return low_ != nullptr;
 }
 
+void DdpEngine::restore(const DdpSnapshot& snapshot) {
+  set_sync_enabled(snapshot.require_backward_grad_sync);
+  buffers_->set_required(snapshot.require_forward_param_sync);
+}
+
 DdpSnapshot DdpEngine::snapshot() const {
   auto options = options_;
   options.process_group = nullptr;
   options.device_mesh.reset();
   options.delay_all_reduce_named_params.clear();
   options.param_to_hook_all_reduce.reset();
+  // Delayed parameters are ignored by the buckets only; without the delay they are ordinary ones.
   options.params_and_buffers_to_ignore = ignored_;
+  for (const auto& [name, tensor] : options_.delay_all_reduce_named_params) {
+    options.params_and_buffers_to_ignore.erase(name);
+  }
   options.static_graph = reducer_ && reducer_->is_static_graph();
-  options.bucket_plan = reducer_ ? reducer_->plan().save() : "";
+  // Before the rebuild there is nothing to keep, and a plan that is given is never rebuilt.
+  const bool has_plan = reducer_ && reducer_->has_rebuilt_buckets() && !delayed_;
+  options.bucket_plan = has_plan ? reducer_->plan().save() : "";
   return {.options = std::move(options),
           .require_backward_grad_sync = is_sync_enabled_,
           .require_forward_param_sync = buffers_->is_required()};

@@ -19,6 +19,7 @@
 #include "lockstep/ddp/per_parameter_reduction.h"
 #include "lockstep/ddp/reducer.h"
 #include "lockstep/ddp/snapshot.h"
+#include "lockstep/join/join.h"
 
 namespace torch::nn {
 class Module;
@@ -57,6 +58,16 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   /// since the last reduced one. Collective if the backward is reduced.
   void backward(const at::Tensor& loss, double weight);
 
+  // Join; see join_hook.cpp.
+  /// What stands in scopes for this engine: its wrapper, which outlives every scope it is in.
+  void set_joinable(Joinable* joinable) { joinable_ = joinable; }
+  void check_join(const JoinSettings& settings) const;
+  std::unique_ptr<JoinHook> join_hook(const JoinOptions& options);
+  /// One iteration of ranks with inputs, on one without. Collective.
+  void mirror_iteration();
+  /// Parameters, and buffers if they are synced, become those of rank `source`. Collective.
+  void take_state_of(int source);
+
   bool is_sync_enabled() const { return is_sync_enabled_; }
   /// Refuses to turn it off if optimizers step in backward.
   void set_sync_enabled(bool is_enabled);
@@ -74,6 +85,8 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   std::optional<double> overlap_share() const;
   void set_runtime_logging_sample_rate(int sample_rate);
   DdpSnapshot snapshot() const;
+  /// The flags of a snapshot, on a wrapper that was made with its options.
+  void restore(const DdpSnapshot& snapshot);
   /// Writes `wrapper` in full precision, if something else would be written without this. False if not.
   bool save_in_full(const torch::nn::Module& wrapper, torch::serialize::OutputArchive& archive) const;
 
@@ -82,6 +95,8 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   const std::set<std::string>& ignored() const { return ignored_; }
   /// Null if there is nothing to reduce in buckets.
   const std::shared_ptr<Reducer>& reducer() const { return reducer_; }
+  /// Throws, naming `what` needs it, if there is none.
+  Reducer& reducer_for(const char* what) const;
   torch::nn::Module& module() const { return *module_; }
   c10::Device device() const { return device_; }
 
@@ -93,8 +108,14 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   void arm_reducer(const std::vector<at::Tensor*>& outputs);
   void pass_through_sink(const std::vector<at::Tensor*>& outputs);
   void make_reducer();
+  void set_up_once();
   void set_up_optimizers_in_backward();
   void step_in_backward(std::vector<std::vector<OptimizerPtr>> optimizers, const std::string& reason);
+  JoinTally begin_join_iteration(bool is_synced);
+  bool is_joining() const { return joinable_ != nullptr && joinable_->join_config().enable; }
+  /// The sum of the ranks' weights, of which this one's is given. Collective.
+  double reduced_weight(double weight);
+  void set_join_divisor(const JoinTally& tally);
   bool moves_inputs() const;
   at::Tensor move_input(const at::Tensor& input) const;
   [[noreturn]] void fail(const std::string& message) const;
@@ -108,7 +129,7 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   detail::ManagedParameters managed_;
   c10::Device device_ = c10::Device(c10::kCPU);
   bool is_multi_device_ = false;
-  bool has_sync_bn_ = false;
+  std::string sync_bn_;              // path of the first one; empty if there is none
   bool has_forward_buffers_ = true;  // buffers are synced before each forward
   bool has_initial_buffers_ = true;
 
@@ -126,6 +147,10 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   std::string steps_in_backward_by_;  // what makes optimizers step in backward; empty if nothing does
   bool has_queued_static_reduction_ = false;
   double weight_so_far_ = 0;  // of backwards since the last reduced one
+
+  // Join. The options are those of the last scope.
+  Joinable* joinable_ = nullptr;
+  JoinOptions join_options_;
 };
 
 /// The wrapper whose forward runs on this thread, null if none does.

@@ -37,11 +37,11 @@ LowPrecision::~LowPrecision() {
   restore();
 }
 
-void LowPrecision::attach(const std::shared_ptr<Reducer>& reducer, const GroupPtr& group) {
+void LowPrecision::attach(const std::shared_ptr<Reducer>& reducer) {
   reducer_ = reducer;
   managed_ = reducer->parameters();
-  reducer->register_comm_hook(
-      {.name = "mixed precision", .run = [this, group](GradBucket& bucket) { return reduce(bucket, group); }});
+  reducer->register_comm_hook({.name = "mixed precision",
+                               .run = [this](GradBucket& bucket) { return reduce(bucket, reducer_.lock()->group()); }});
   reducer->set_finish_listener([this] { restore(); });
   if (!config_.param_dtype) return;
   // Its own hooks are those of full-precision accumulators, which never run.
@@ -64,7 +64,7 @@ void LowPrecision::lower() {
     parameter.full = parameter.tensor.detach();
     parameter.tensor.set_data(parameter.full.to(*config_.param_dtype));
     auto& grad = parameter.tensor.mutable_grad();
-    if (grad.defined() && grad.layout() == at::kStrided) grad = grad.to(*config_.param_dtype);
+    if (grad.defined()) grad = grad.to(*config_.param_dtype);
   }
   is_low_ = true;
   has_queued_restore_ = false;
@@ -94,7 +94,7 @@ void LowPrecision::restore() {
     parameter.tensor.set_data(parameter.full);
     parameter.full.reset();
     auto& grad = parameter.tensor.mutable_grad();
-    if (grad.defined() && grad.layout() == at::kStrided && grad.scalar_type() != dtype) grad = grad.to(dtype);
+    if (grad.defined() && grad.scalar_type() != dtype) grad = grad.to(dtype);
   }
   is_low_ = false;
 }

@@ -32,12 +32,13 @@ class LowPrecision {
   LowPrecision& operator=(const LowPrecision&) = delete;
 
   /// Takes the reducer's hook slot, and its end of backward.
-  void attach(const std::shared_ptr<Reducer>& reducer, const GroupPtr& group);
+  void attach(const std::shared_ptr<Reducer>& reducer);
 
   /// Points the parameters at low-precision copies, unless they do.
   void lower();
   /// Points them at full precision again, and casts gradients up. Does nothing if they are there.
   void restore();
+  bool is_low() const { return is_low_; }
   at::Tensor cast_input(const at::Tensor& input) const;
 
   /// The dtype gradients are computed in, if it differs from a parameter's own.

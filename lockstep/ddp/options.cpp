@@ -31,9 +31,6 @@ void check_options(const DdpOptions& options) {
               has_delayed ? "delay_all_reduce_named_params is set, but param_to_hook_all_reduce is not"
                           : "param_to_hook_all_reduce is set, but delay_all_reduce_named_params is not",
               ": set both or neither");
-  TORCH_CHECK(!options.device_ids || options.device_ids->size() <= 1, "[lockstep/ddp] device_ids has ",
-              options.device_ids ? options.device_ids->size() : 0,
-              " entries: it can only be unset or hold the module's one device");
   if (options.per_parameter) {
     TORCH_CHECK(!options.bucket_cap_mb && options.bucket_cap_mb_list.empty() && !options.gradient_as_bucket_view &&
                     !options.find_unused_parameters && !options.static_graph && !options.batched_grad_copy &&

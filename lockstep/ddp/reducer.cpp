@@ -1,5 +1,7 @@
 #include "lockstep/ddp/reducer.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/sparse_coo_tensor.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
@@ -364,7 +366,9 @@ void Reducer::delay_all_reduce() {
   const std::lock_guard lock(mutex_);
   if (!expects_hooks_ || !is_counting()) return;
   const at::NoGradGuard no_grad;
-  used_.launch(group_);
+  // If others counted while this rank had no inputs, they know already what is used.
+  if (!has_reduced_static_map_) used_.launch(group_);
+  has_reduced_static_map_ = true;
   unused_.clear();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (firings_[i] == 0) unused_.push_back(i);
@@ -384,6 +388,55 @@ void Reducer::delay_all_reduce() {
   launch_ready_buckets();
   finalize_backward();
   has_counted_ = true;
+}
+
+// ---- taking part without inputs ----
+
+void Reducer::take_zeros(detail::Bucket& bucket) {
+  bucket.gradients_missing = 0;
+  if (!bucket.is_sparse()) {
+    bucket.buffer().zero_();
+    if (!options_.gradient_as_bucket_view) return;
+    // Local steps may have left gradients of their own.
+    for (std::size_t place = 0; place < bucket.size(); ++place) {
+      access_.with_gradient(bucket.parameter(place), [&](at::Tensor& grad) {
+        grad = bucket.view(place);
+        return true;
+      });
+    }
+    return;
+  }
+  const auto& parameter = bucket.parameter(0);
+  auto no_rows = parameter.sizes().vec();
+  no_rows[0] = 0;
+  bucket.set_sparse_gradient(at::sparse_coo_tensor(at::empty({1, 0}, parameter.options().dtype(at::kLong)),
+                                                   at::empty(no_rows, parameter.options()), parameter.sizes()),
+                             std::nullopt);
+}
+
+void Reducer::mirror_backward() {
+  const std::lock_guard lock(mutex_);
+  check_prior_reduction_finished();
+  const at::NoGradGuard no_grad;
+  access_ = detail::GradientAccess::of_current_backward();
+  ++iterations_;
+  arm();
+  has_begun_ = true;
+  fix_divisor();
+  const bool is_first_of_static_graph = is_counting() && !has_reduced_static_map_;
+  if (is_first_of_static_graph) {
+    used_.launch(group_);
+    has_reduced_static_map_ = true;
+  }
+  if (searches_unused()) used_.clear();
+  for (auto& bucket : buckets_) take_zeros(bucket);
+  launch_ready_buckets();
+  if (searches_unused()) used_.launch(group_);
+  finalize_backward();
+  // Ranks with inputs have an order now, and rebuild; a static graph has one from the second step.
+  if (is_first_of_static_graph || !should_rebuild_buckets() || !rebuild_order_.empty()) return;
+  rebuild_order_.resize(parameters_.size());
+  std::iota(rebuild_order_.begin(), rebuild_order_.end(), std::size_t{0});
 }
 
 // ---- what must be finished before the next step ----
@@ -430,6 +483,7 @@ void Reducer::reset_state() {
   used_ = detail::UsedMap(parameters_.size(), parameters_[0].device());
   unused_.clear();
   has_counted_ = false;
+  has_reduced_static_map_ = false;
   firings_.assign(firings_.size(), 0);
 }
 
@@ -446,13 +500,6 @@ void Reducer::update_process_group(GroupPtr group) {
 
 bool Reducer::should_rebuild_buckets() const {
   return !has_rebuilt_ && !searches_unused();
-}
-
-void Reducer::push_all_as_ready() {
-  const std::lock_guard lock(mutex_);
-  if (!should_rebuild_buckets() || !rebuild_order_.empty()) return;
-  rebuild_order_.resize(parameters_.size());
-  std::iota(rebuild_order_.begin(), rebuild_order_.end(), std::size_t{0});
 }
 
 bool Reducer::rebuild_buckets() {

@@ -127,10 +127,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   /// When each gradient came, in nanoseconds since the end of forward.
   std::vector<int64_t> backward_stats() const;
   const detail::StepTimes& times() const { return times_; }
-  /// What a rank sums up that takes part without a step of its own.
-  at::Tensor local_used_map() const { return used_.on_device(); }
-  /// Counts the parameters as ready in order of their index, as if a backward had run.
-  void push_all_as_ready();
+  /// Takes part in the reduction of a backward without one of its own: the same collectives in the same order, with
+  /// zeros. Afterwards the averaged gradients are in .grad, as on the other ranks. Collective; waits.
+  void mirror_backward();
   /// Told every error before it is thrown.
   void set_error_listener(std::function<void(const std::string&)> listener) { on_error_ = std::move(listener); }
   bool should_rebuild_buckets() const;
@@ -154,6 +153,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void launch(detail::Bucket& bucket);
   bool is_all_unused(const detail::Bucket& bucket) const;
   void finalize_backward();
+  void take_zeros(detail::Bucket& bucket);
   at::Tensor wait_for(detail::Bucket& bucket);
   void write_dense_gradients(detail::Bucket& bucket, const at::Tensor& result);
   void write_sparse_gradient(detail::Bucket& bucket, const at::Tensor& result);
@@ -213,7 +213,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   detail::UsedMap used_;
   bool is_graph_static_ = true;
   bool has_counted_ = false;
-  std::vector<int> firings_;  // of each gradient in a backward of a static graph
+  bool has_reduced_static_map_ = false;  // by a count on any rank
+  std::vector<int> firings_;             // of each gradient in a backward of a static graph
   std::vector<int> firings_left_;
 
   // Over all steps.

@@ -99,6 +99,11 @@ void Reducer::take_sparse_gradient(detail::Bucket& bucket) {
       auto sizes = gradient.sizes().vec();
       sizes[0] = rows->numel();
       const auto places = at::searchsorted(*rows, gradient.indices());
+      const bool has_rows = rows->numel() > 0 || places.numel() == 0;
+      if (!has_rows || !at::equal(rows->index({places[0].clamp_max(rows->numel() - 1)}), gradient.indices()[0])) {
+        fail(str(who(), ": the sparse gradient of parameter '", name_of(index), "' has rows that its sparse metadata ",
+                 "lacks. Set the rows of all ranks together, sorted."));
+      }
       // Dense over the rows all ranks have together: a plain sum will do.
       auto dense = at::zeros(sizes, gradient.values().options());
       dense.index_add_(0, places[0], gradient.values());

@@ -102,6 +102,26 @@ const std::map<std::string, Field>& fields() {
       {"dim",
        {[](const DdpSnapshot& s) { return std::vector{std::to_string(s.options.dim)}; },
         [](DdpSnapshot& s, const std::string& text) { s.options.dim = std::stoll(text); }}},
+      {"device_ids",
+       {[](const DdpSnapshot& s) {
+          std::vector<std::string> texts;
+          if (s.options.device_ids) {
+            for (const auto index : *s.options.device_ids) texts.push_back(std::to_string(static_cast<int>(index)));
+          }
+          return texts;
+        },
+        [](DdpSnapshot& s, const std::string& text) {
+          if (!s.options.device_ids) s.options.device_ids.emplace();
+          s.options.device_ids->push_back(static_cast<c10::DeviceIndex>(std::stoi(text)));
+        }}},
+      {"output_device",
+       {[](const DdpSnapshot& s) {
+          const auto& device = s.options.output_device;
+          return device ? std::vector{std::to_string(static_cast<int>(*device))} : std::vector<std::string>{};
+        },
+        [](DdpSnapshot& s, const std::string& text) {
+          s.options.output_device = static_cast<c10::DeviceIndex>(std::stoi(text));
+        }}},
       {"ignored",
        {[](const DdpSnapshot& s) {
           const auto& names = s.options.params_and_buffers_to_ignore;

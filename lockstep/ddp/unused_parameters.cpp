@@ -37,9 +37,7 @@ std::vector<std::size_t> find_unused(
 
 UsedMap::UsedMap(std::size_t parameters, c10::Device device)
     : marks_(at::zeros({static_cast<int64_t>(parameters)}, at::kInt)),
-      on_device_(at::empty({static_cast<int64_t>(parameters)}, at::TensorOptions(at::kInt).device(device))) {
-  if (!device.is_cpu()) staging_ = at::empty_like(marks_, marks_.options().pinned_memory(true));
-}
+      on_device_(at::empty({static_cast<int64_t>(parameters)}, at::TensorOptions(at::kInt).device(device))) {}
 
 void UsedMap::mark(std::size_t parameter) {
   marks_.mutable_data_ptr<int32_t>()[parameter] = 1;
@@ -50,11 +48,13 @@ bool UsedMap::is_marked(std::size_t parameter) const {
 }
 
 void UsedMap::launch(const GroupPtr& group) {
-  if (staging_.defined()) {
-    staging_.copy_(marks_);
-    on_device_.copy_(staging_, /*non_blocking=*/true);
-  } else {
+  if (on_device_.is_cpu()) {
     on_device_.copy_(marks_);
+  } else {
+    // New memory for each step: the copy may still run when the next step sets its marks.
+    const auto staging = at::empty_like(marks_, marks_.options().pinned_memory(true));
+    staging.copy_(marks_);
+    on_device_.copy_(staging, /*non_blocking=*/true);
   }
   pending_ = launch_all_reduce(on_device_, group);
   is_under_way_ = true;

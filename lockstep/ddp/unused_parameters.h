@@ -42,7 +42,6 @@ class UsedMap {
 
   at::Tensor marks_;      // int32, on the host
   at::Tensor on_device_;  // what is summed
-  at::Tensor staging_;    // pinned: a copy may still run while new marks are set
   Pending pending_;
   bool is_under_way_ = false;
   bool is_reduced_ = false;

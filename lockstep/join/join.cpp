@@ -31,6 +31,7 @@ Join::Join(std::vector<Joinable*> joinables, JoinSettings settings)
   check_list();
   if (!settings_.enable) return;
   group_ = joinables_[0]->join_process_group();
+  for (const auto* joinable : joinables_) joinable->check_join(settings_);
   for (auto* joinable : joinables_) {
     hooks_.push_back(joinable->join_hook(settings_.options));
     TORCH_CHECK(hooks_.back(), who(), ": joinable ", quoted(*joinable), " gave no hook. Return a JoinHook, which does ",

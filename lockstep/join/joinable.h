@@ -49,6 +49,8 @@ class Joinable {
   Joinable(const Joinable&) = delete;
   Joinable& operator=(const Joinable&) = delete;
 
+  /// Throws if it cannot be in such a scope. Called for every joinable of an enabled scope before any hook is made.
+  virtual void check_join(const JoinSettings& /*settings*/) const {}
   /// A hook for a new scope, not null. Called when the scope is built, in list order, before it changes anything; throw
   /// to refuse it.
   virtual std::unique_ptr<JoinHook> join_hook(const JoinOptions& options) = 0;

@@ -17,6 +17,9 @@ struct JoinOptions {
   /// DDP: gradients are divided by the size of the group, also when some ranks have joined. False: by the number of
   /// ranks that still reduce.
   bool divide_by_initial_world_size = true;
+  /// DDP: live ranks call backward(loss, weight), so that gradients are averaged over samples, of which ranks that ran
+  /// out have none.
+  bool weighted = false;
   /// For joinables of your own: {{"num_allreduces", 2}}.
   std::map<std::string, c10::IValue> extra = {};
 

@@ -1,5 +1,6 @@
 #include "lockstep/optim/adagrad.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_foreach_addcdiv.h>
 #include <ATen/ops/_foreach_addcmul.h>
@@ -17,6 +18,15 @@ using detail::UpdateLists;
 
 double step_size(const AdagradOptions& options, int64_t step) {
   return options.lr / (1 + static_cast<double>(step - 1) * options.lr_decay);
+}
+
+/// On CUDA it is younger than the others: libtorch 2.11 has none.
+bool has_fused_kernel(const UpdateLists& lists) {
+  static const bool is_on_cuda = [] {
+    const auto op = c10::Dispatcher::singleton().findSchema({"aten::_fused_adagrad_", ""});
+    return op && op->hasKernelForDispatchKey(c10::DispatchKey::CUDA);
+  }();
+  return lists.is_fusable && (lists.parameters.front().is_cpu() || is_on_cuda);
 }
 
 void update_fused(const UpdateLists& lists, const AdagradOptions& options) {
@@ -78,7 +88,7 @@ void AdagradRule::update(ParameterUpdates updates, const Options& options) {
     }
   }
   for (const auto& lists : detail::lists_of(dense, {true})) {
-    lists.is_fusable ? update_fused(lists, options) : update_by_loop(lists, options);
+    has_fused_kernel(lists) ? update_fused(lists, options) : update_by_loop(lists, options);
   }
 }
 

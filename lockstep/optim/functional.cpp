@@ -1,29 +1,10 @@
 #include "lockstep/optim/functional.h"
 
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/scalar_tensor.h>
-#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
-
-#include <algorithm>
 
 #include "lockstep/base/str.h"
 
 namespace lockstep::optim {
-namespace {
-
-/// The slots' names and, if the rule counts them, "step".
-template <class Rule>
-std::vector<std::string> state_names() {
-  std::vector<std::string> names;
-  if (Rule::kCountsSteps) names.emplace_back("step");
-  for (const auto* slot : Rule::kSlots) {
-    if (slot != nullptr) names.emplace_back(slot);
-  }
-  return names;
-}
-
-}  // namespace
 
 FunctionalOptimizer::FunctionalOptimizer(std::vector<at::Tensor> parameters) : parameters_(std::move(parameters)) {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
@@ -67,41 +48,15 @@ void Functional<Rule>::set_options(const torch::optim::OptimizerOptions& options
 template <class Rule>
 NamedState Functional<Rule>::state(std::size_t index) const {
   check_index(index);
-  const auto& from = states_[index];
-  NamedState state;
-  for (std::size_t slot = 0; slot < kSlotCount; ++slot) {
-    if (from.slots[slot].defined()) state.emplace(Rule::kSlots[slot], from.slots[slot]);
-  }
-  if (Rule::kCountsSteps && !state.empty()) {
-    state.emplace("step", at::scalar_tensor(static_cast<double>(from.step), at::kFloat));
-  }
-  return state;
+  auto state = states_[index];
+  return detail::to_named(detail::StateShape::of<Rule>(), state.ref());
 }
 
 template <class Rule>
 void Functional<Rule>::load_state(std::size_t index, const NamedState& state) {
   check_index(index);
-  const at::NoGradGuard no_grad;
-  const auto& parameter = parameters()[index];
-  const auto who = [&] { return str("[lockstep/optim] ", Rule::kName, ": state of parameter ", index); };
-  const auto names = state_names<Rule>();
-  for (const auto& [name, tensor] : state) {
-    TORCH_CHECK_VALUE(std::find(names.begin(), names.end(), name) != names.end(), who(), " holds '", name,
-                      "'. This optimizer knows ", join(names, ", "));
-    TORCH_CHECK_VALUE(name == "step" ? tensor.numel() == 1 : tensor.sizes() == parameter.sizes(), who(), ": '", name,
-                      "' has sizes ", tensor.sizes(), ", the parameter ", parameter.sizes());
-  }
-  TORCH_CHECK_VALUE(!Rule::kCountsSteps || state.empty() || state.count("step") == 1, who(), " holds no 'step'");
-
-  SlotState loaded;
-  for (std::size_t slot = 0; slot < kSlotCount; ++slot) {
-    if (Rule::kSlots[slot] == nullptr) continue;
-    const auto found = state.find(Rule::kSlots[slot]);
-    if (found == state.end()) continue;
-    loaded.slots[slot] = at::empty_like(parameter, {}, at::MemoryFormat::Preserve).copy_(found->second);
-  }
-  if (const auto step = state.find("step"); step != state.end()) loaded.step = step->second.item().toLong();
-  states_[index] = std::move(loaded);
+  states_[index] = detail::from_named(detail::StateShape::of<Rule>(), state, parameters()[index],
+                                      str("[lockstep/optim] ", Rule::kName, ": state of parameter ", index));
 }
 
 template class Functional<AdadeltaRule>;

@@ -7,16 +7,13 @@
 
 #include <torch/optim/optimizer.h>
 
-#include <map>
 #include <string>
 #include <vector>
 
 #include "lockstep/optim/group_options.h"
+#include "lockstep/optim/named_state.h"
 
 namespace lockstep::optim {
-
-/// State of one parameter by Python's names: "step", a float in a tensor, and "exp_avg" and so on.
-using NamedState = std::map<std::string, at::Tensor>;
 
 class FunctionalOptimizer {
  public:

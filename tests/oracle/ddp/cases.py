@@ -38,6 +38,9 @@ class Case:
     has_one_model: bool = True  # the same on all ranks, so that one process may have it too
     records_tensors: bool = True  # large models would make a large file
     seeds: tuple = SEEDS
+    # In a Join scope: how many of the steps a rank has, and what gradients are divided by.
+    inputs: callable = None  # of the rank
+    divides_by_all: bool = True
 
 
 def step(kind="train", zero="none", forwards=1, uses=()):
@@ -66,6 +69,16 @@ def accumulating_late(world, rng):
     kinds = ["train", "local", "train", "local", "local", "train", "train"]
     zeros = ["none", "none", "keep", "none", "keep", "keep", "none"]
     return [step(kind, zero) for kind, zero in zip(kinds, zeros)]
+
+
+def few_and_many(rank):
+    """Of rank 0 none at all."""
+    return (0, 9, 4)[rank]
+
+
+def accumulating_in_turn(world, rng):
+    """Every second step is reduced, from the first on."""
+    return [step("local" if i % 2 else "train", "none" if i % 2 else "keep") for i in range(9)]
 
 
 def branching_alike(world, rng):
@@ -163,6 +176,17 @@ def cases():
             yield Case("precision", f"conv, {name}", models.ConvNet, options, plain(), has_one_model=False)
         shared = {"learning_rate": 0.002, "has_one_model": False}
         yield Case("precision", f"transformer, {name}", models.Transformer, options, plain(), **shared)
+    joining = {"has_one_model": False, "steps": plain(9)}
+    for name, inputs in {"as many": lambda rank: 3, "one more": lambda rank: 3 + rank, "many more": few_and_many}.items():
+        for by_all in (True, False):
+            options = {**joining, "inputs": inputs, "divides_by_all": by_all}
+            yield Case("join", f"mlp, {name}, {by_all}", models.Mlp, tiny, **options)
+        options = {**joining, "inputs": inputs}
+        yield Case("join", f"conv, {name}", models.ConvNet, {}, **options)
+        yield Case("join", f"views, {name}", models.Mlp, {**tiny, **view}, **options)
+        yield Case("join", f"search, {name}", models.Branchy, {**search, **tiny}, **{**options, "steps": branching()})
+        accumulation = {**options, "steps": accumulating_in_turn}
+        yield Case("join", f"accumulation, {name}", models.Mlp, tiny, **accumulation)
     large = {"model": models.FourLinears, "steps": plain(3), "records_tensors": False, "seeds": (1,)}
     yield Case("large", "one bucket first", options={}, **large)
     yield Case("large", "small bucket first", options=search, **large)

@@ -145,7 +145,20 @@ def train(case, seed, rank, world):
     results["log"] = log_of(ddp)
     if case.records_tensors:
         results["state"] = flat_state_of(model)
-    for step, mine in zip(cases.steps_of(case, world, seed), given["steps"]):
+    scope = contextlib.nullcontext()
+    if case.inputs:
+        scope = ddp.join(divide_by_initial_world_size=case.divides_by_all)
+    with scope:
+        train_steps(case, ddp, optimizer, given["steps"], results, seed, rank, world)
+    if case.inputs:
+        results["final"] = flat_state_of(model)
+    return {"given": given, "results": results}
+
+
+def train_steps(case, ddp, optimizer, given, results, seed, rank, world):
+    model = ddp.model if isinstance(ddp, low_precision.LowPrecision) else ddp.module
+    count = case.inputs(rank) if case.inputs else None
+    for step, mine in zip(cases.steps_of(case, world, seed)[:count], given):
         result = {"loss": run_step(ddp, step, mine["batches"], mine["uses"])}
         if case.records_tensors:
             result["gradients"] = gradients_of(model)
@@ -155,7 +168,6 @@ def train(case, seed, rank, world):
             result["state"] = flat_state_of(model)
         result["log"] = {key: value for key, value in log_of(ddp).items() if results["log"].get(key) != value}
         results["steps"].append(result)
-    return {"given": given, "results": results}
 
 
 def is_supported(case):
@@ -196,6 +208,8 @@ def facts_of(case, seed, world):
         "ignored": list(case.ignored),
         "environment": case.environment,
         "has_one_model": case.has_one_model,
+        "is_joined": case.inputs is not None,
+        "divides_by_all": case.divides_by_all,
         "momentum": case.momentum,
         "learning_rate": case.learning_rate,
         "steps": [{key: step[key] for key in ("kind", "zero")} for step in cases.steps_of(case, world, seed)],

@@ -73,6 +73,8 @@ void check_case(const Case& file_case, const World& world, const Setting& settin
   ExpectedLog log(results["log"], setting.backend, setting.device);
   log.expect_in(ddp.get_ddp_logging_data());
 
+  Join scope({&ddp}, {.enable = file_case.facts["is_joined"].flag(),
+                      .options = {.divide_by_initial_world_size = file_case.facts["divides_by_all"].flag()}});
   for (std::size_t i = 0; i < results["steps"].size(); ++i) {
     const ::testing::ScopedTrace trace(__FILE__, __LINE__, str("step ", i));
     const auto step = file_case.facts["steps"][i];
@@ -90,6 +92,10 @@ void check_case(const Case& file_case, const World& world, const Setting& settin
     if (kind == "train") optimizer.step();
     if (has_tensors) expect_same(flat_state(*model), result["state"].tensor(), tolerance, "parameters and buffers");
     if (has_one_process && kind == "train") one_process.expect_same_parameters(*model);
+  }
+  scope.finish();
+  if (results.has("final")) {
+    expect_same(flat_state(*model), results["final"].tensor(), tolerance, "parameters and buffers in the end");
   }
 }
 
@@ -190,6 +196,11 @@ TYPED_TEST(DdpOracle, AccumulatesUnderNoSyncLikePython) {
 // DDP-78, DDP-79, DDP-82: against the same steps in plain torch
 TYPED_TEST(DdpOracle, TrainsInLowPrecisionAsWrittenOutInPython) {
   this->check("precision");
+}
+
+// JOIN-29, JOIN-33, JOIN-36, JOIN-37, JOIN-39, DDP-93 to DDP-97
+TYPED_TEST(DdpOracle, JoinsRanksWithoutInputsLikePython) {
+  this->check("join");
 }
 
 // DDP-9, DDP-26, DDP-29, DDP-30, DDP-102 to DDP-105: the log is compared in the other tests too

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <gtest/gtest.h>
-#include <torch/serialize.h>
+#include <torch/torch.h>
 
 #include <cstdlib>
 #include <fstream>

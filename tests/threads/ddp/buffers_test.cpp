@@ -69,6 +69,10 @@ LOCKSTEP_THREAD_TEST(DdpBuffers, ReplacedOnesAreSyncedToo, 2) {
   module->named_buffers()["counter"].set_data(at::full({3}, world.rank() + 5.0));
   ddp(random_batch(2, 4, 1)).sum().backward();
   EXPECT_TRUE(at::equal(module->named_buffers()["counter"], at::full({3}, 5.0)));
+  // One that was not there when the module was wrapped.
+  const auto late = module->register_buffer("late", at::full({2}, world.rank() + 7.0));
+  ddp(random_batch(2, 4, 1)).sum().backward();
+  EXPECT_TRUE(at::equal(late, at::full({2}, 7.0)));
 }
 
 // DDP-74: a backward that still needs the buffer's value is legal after the sync.

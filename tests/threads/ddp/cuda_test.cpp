@@ -50,7 +50,7 @@ TEST_F(DdpOnGpu, InputsOfTheHostAreMoved) {
   ::unsetenv("PYTORCH_DDP_USE_SIDE_STREAM");
 }
 
-// DDP-5
+// DDP-3
 TEST_F(DdpOnGpu, DevicesThatAreNotTheModulesAreRefused) {
   testing::run_threads_in_gtest({.world_size = 1}, [](const World& world) {
     auto model = mlp({4, 2});
@@ -58,7 +58,7 @@ TEST_F(DdpOnGpu, DevicesThatAreNotTheModulesAreRefused) {
                           {"device_ids", "cpu"});
     model->to(world.device());
     testing::expect_error([&] { DistributedDataParallel(model, world.group(), {.device_ids = {{0, 0}}}); },
-                          {"device_ids"});
+                          {"device_ids", "0, 0", "cuda:0"});
   });
 }
 
@@ -93,6 +93,35 @@ TEST_F(DdpOnGpu, SyncBatchNormEqualsBatchNormOverTheWholeBatch) {
     expect_close_on_host(gradients_of(*model), gradients_of(*reference));
     EXPECT_TRUE(at::allclose(model->norm->as<SyncBatchNorm>()->running_var.cpu(),
                              reference->norm->as<torch::nn::BatchNorm1d>()->running_var, 1e-4, 1e-5));
+  });
+}
+
+/// A layer that communicates in forward.
+struct SyncedImpl : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& input) { return norm->forward(fc->forward(input)); }
+  torch::nn::Linear fc = register_module("fc", torch::nn::Linear(6, 4));
+  SyncBatchNorm norm = register_module("norm", SyncBatchNorm(4));
+};
+
+// JOIN-41
+TEST_F(DdpOnGpu, ScopesWithSyncBatchNormMustThrow) {
+  testing::run_threads_in_gtest({.world_size = 2, .backend = "gloo"}, [](const World& world) {
+    const auto model = seeded(std::make_shared<SyncedImpl>());
+    model->to(world.device());
+    DistributedDataParallel ddp(model, world.group());
+    testing::expect_error([&] { ddp.join().finish(); }, {"'norm'", "throw_on_early_termination"});
+    int steps = 0;
+    testing::expect_error(
+        [&] {
+          ddp.join(true, true, /*throw_on_early_termination=*/true).run([&] {
+            for (int step = 0; step < 2 + world.rank(); ++step) {
+              ddp(random_batch(3, 6, step).to(world.device())).sum().backward();
+              ++steps;
+            }
+          });
+        },
+        {"ran out of inputs"});
+    EXPECT_EQ(steps, 2);
   });
 }
 
@@ -138,7 +167,7 @@ TEST_F(DdpOnGpu, OneRankWithNcclEqualsOneProcess) {
   testing::run_threads_in_gtest({.world_size = 1, .backend = "nccl"}, expect_steps_of_one_process);
 }
 
-// DDP-37: the average of weights, on the device
+// The average of weights, on the device.
 TEST_F(DdpOnGpu, WeightedMeansAreExact) {
   const auto whole = random_batch(9, 8, 4);
   auto reference = mlp({8, 3});

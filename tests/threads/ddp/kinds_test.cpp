@@ -184,6 +184,24 @@ TEST_P(SyncBatchNormRanks, EqualBatchNormOverTheWholeBatch) {
 
 INSTANTIATE_TEST_SUITE_P(Worlds, SyncBatchNormRanks, ::testing::Values(1, 2, 3));
 
+// DDP-61
+LOCKSTEP_THREAD_TEST(DdpSparse, RowsThatTheMetadataLacksAreNamed, 2) {
+  DistributedDataParallel ddp(seeded(Bag(true)), world.group());
+  const auto output = ddp(rows_of(world, 0));
+  ddp.set_sparse_metadata({{"bag.weight", at::tensor({1, 3, 4})}});  // without 2
+  expect_error([&] { output.sum().backward(); }, {"'bag.weight'", "sparse metadata", "sorted"});
+}
+
+// DDP-79, DDP-82: what mixed precision casts and what it leaves
+LOCKSTEP_THREAD_TEST(DdpKinds, MixedPrecisionLeavesComplexParametersAndCastsSparseGradients, 2) {
+  DistributedDataParallel sparse(seeded(Bag(true)), world.group(),
+                                 {.mixed_precision = MixedPrecision{.param_dtype = at::kBFloat16}});
+  sparse(rows_of(world, 0)).sum().backward();
+  EXPECT_TRUE(sparse->bag->weight.grad().is_sparse());
+  EXPECT_EQ(sparse->bag->weight.grad().scalar_type(), at::kFloat);
+  EXPECT_EQ(sparse->fc->weight.grad().scalar_type(), at::kFloat);
+}
+
 // DDP-99
 LOCKSTEP_THREAD_TEST(DdpKinds, SyncBatchNormInACpuModuleIsRefusedByName, 2) {
   struct NormedImpl : MlpImpl {

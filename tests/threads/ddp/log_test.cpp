@@ -200,9 +200,64 @@ LOCKSTEP_THREAD_TEST(DdpSnapshot, KeepsSettingsAndBuckets, 2) {
   EXPECT_EQ(again.bucket_plan().buckets(), buckets) << "a loaded layout is not rebuilt";
 }
 
+// DDP-111: what was delayed is ordinary in a wrapper made from the snapshot, and reduced; flags come back
+LOCKSTEP_THREAD_TEST(DdpSnapshot, LosesNoParameters, 2) {
+  auto model = mlp({4, 3, 2});
+  DistributedDataParallel delayed(model, world.group(),
+                                  {.delay_all_reduce_named_params = {{"layer1.weight", model->layers[1]->weight}},
+                                   .param_to_hook_all_reduce = model->layers[0]->weight,
+                                   .params_and_buffers_to_ignore = {"layer1.bias"}});
+  delayed(random_batch(2, 4, world.rank())).sum().backward();
+  const auto snapshot = DdpSnapshot::from_string(delayed.snapshot().to_string());
+  EXPECT_EQ(snapshot.options.params_and_buffers_to_ignore, std::set<std::string>{"layer1.bias"});
+  auto copy = mlp({4, 3, 2});
+  DistributedDataParallel again(copy, world.group(), snapshot.options);
+  again(at::full({1, 4}, world.rank() + 1.0)).sum().backward();
+  const auto gradient = copy->layers[1]->weight.grad();
+  auto sum = gradient.clone();
+  all_reduce(sum, world.group());
+  EXPECT_TRUE(at::allclose(sum, 2 * gradient)) << "the same on both ranks";
+
+  auto local = again.snapshot();
+  local.require_backward_grad_sync = false;
+  again.restore(DdpSnapshot::from_string(local.to_string()));
+  EXPECT_FALSE(again.engine().is_sync_enabled());
+}
+
+// DDP-111: before buckets are rebuilt there are none to keep
+LOCKSTEP_THREAD_TEST(DdpSnapshot, KeepsNoBucketsBeforeTheRebuild, 2) {
+  DistributedDataParallel ddp(mlp({4, 3, 2}), world.group(), {.bucket_cap_mb = 0});
+  DistributedDataParallel again(mlp({4, 3, 2}), world.group(), ddp.snapshot().options);
+  for (int step = 0; step < 2; ++step) again(random_batch(1, 4, step)).sum().backward();
+  EXPECT_EQ(again.bucket_plan().buckets().size(), 4U);
+}
+
+/// Modules that can be copied derive from Cloneable.
+struct CopiedImpl : torch::nn::Cloneable<CopiedImpl> {
+  CopiedImpl() { reset(); }
+  void reset() override { fc = register_module("fc", torch::nn::Linear(4, 2)); }
+  at::Tensor forward(const at::Tensor& input) { return fc->forward(input); }
+  torch::nn::Linear fc = nullptr;
+};
+TORCH_MODULE(Copied);
+
+// DDP-112
+LOCKSTEP_THREAD_TEST(DdpClone, WrapsACopyOfTheModule, 2) {
+  DistributedDataParallel ddp(seeded(Copied()), world.group(), {.gradient_as_bucket_view = true});
+  const auto copy = std::dynamic_pointer_cast<DistributedDataParallel<Copied>>(ddp.clone());
+  ASSERT_TRUE(copy);
+  EXPECT_TRUE(copy->engine().options().gradient_as_bucket_view);
+  EXPECT_FALSE((*copy)->fc->weight.is_alias_of(ddp->fc->weight));
+  EXPECT_TRUE(at::equal((*copy)->fc->weight, ddp->fc->weight));
+  (*copy)(at::full({1, 4}, world.rank() + 1.0)).sum().backward();
+  EXPECT_TRUE(at::equal((*copy)->fc->weight.grad(), at::full({2, 4}, 1.5)));
+  EXPECT_FALSE(ddp->fc->weight.grad().defined());
+}
+
 // DDP-111, DDP-112
 LOCKSTEP_THREAD_TEST(DdpSnapshot, RefusesWhatDoesNotFit, 2) {
   DistributedDataParallel ddp(mlp({4, 3}), world.group());
+  for (int step = 0; step < 2; ++step) ddp(random_batch(1, 4, step)).sum().backward();
   auto options = ddp.snapshot().options;
   expect_error([&] { DistributedDataParallel(mlp({4, 2}), world.group(), options); },
                {"layer0.weight", "[3,4]", "[2,4]"});
@@ -233,18 +288,52 @@ LOCKSTEP_THREAD_TEST(DdpElastic, GoesOnWithFewerAndMoreRanks, 3) {
     EXPECT_EQ(ddp.process_group()->getSize(), 3);
   } else {
     EXPECT_FALSE(ddp.engine().reducer()->has_rebuilt_buckets());
-    // A step that fails half way is forgotten with the group it failed on.
     for (int step = 0; step < 2; ++step) EXPECT_FLOAT_EQ(mean(), 2);
     EXPECT_TRUE(ddp.engine().reducer()->has_rebuilt_buckets());
-    ddp(at::ones({1, 4}));
   }
   ddp.update_process_group(world.group());
   for (int step = 0; step < 3; ++step) EXPECT_FLOAT_EQ(mean(), 2);
 }
 
+// DDP-98: a step that fails half way is forgotten with the group it failed on
+LOCKSTEP_THREAD_TEST(DdpElastic, ForgetsAStepThatFailed, 2) {
+  auto model = seeded(Branchy());
+  DistributedDataParallel ddp(model, world.group(), {.bucket_cap_mb = 0});
+  for (int step = 0; step < 2; ++step) ddp(random_batch(1, 4, step), true, true).sum().backward();
+  ddp(random_batch(1, 4, 3), true, false).sum().backward();
+  expect_error([&] { ddp(random_batch(1, 4, 3), true, true); }, {"'right.weight'", "no gradient"});
+  const auto group = new_group(world.group(), {0, 1});
+  ddp.update_process_group(group);
+  for (int step = 0; step < 3; ++step) {
+    zero_grads(ddp);
+    ddp(at::full({1, 4}, world.rank() + 1.0), true, true).sum().backward();
+    EXPECT_TRUE(model->right->weight.grad().defined());
+  }
+}
+
+// DDP-98: in low precision too
+LOCKSTEP_THREAD_TEST(DdpElastic, LowPrecisionFollowsTheGroup, 3) {
+  DistributedDataParallel ddp(mlp({4, 3}), world.group(),
+                              {.mixed_precision = MixedPrecision{.param_dtype = at::kBFloat16}});
+  ddp.update_process_group(new_group(world.group(), {0, 2}));
+  if (world.rank() == 1) return;
+  ddp(at::full({1, 4}, world.rank() + 1.0)).sum().backward();
+  EXPECT_FLOAT_EQ(ddp->layers[0]->weight.grad()[0][0].item<float>(), 2);
+}
+
+struct InnerImpl : MlpImpl {
+  InnerImpl() : MlpImpl({4, 4}) {}
+  at::Tensor forward(const at::Tensor& input) {
+    seen = active_ddp();
+    return MlpImpl::forward(input);
+  }
+  DdpEngine* seen = nullptr;
+};
+TORCH_MODULE(Inner);
+
 struct OuterImpl : torch::nn::Module {
   explicit OuterImpl(const GroupPtr& group)
-      : inner(std::make_shared<DistributedDataParallel<Mlp>>(mlp({4, 4}), group)),
+      : inner(std::make_shared<DistributedDataParallel<Inner>>(Inner(), group)),
         fc(register_module("fc", torch::nn::Linear(4, 2))) {}
   at::Tensor forward(const at::Tensor& input) {
     seen.push_back(active_ddp());
@@ -252,7 +341,7 @@ struct OuterImpl : torch::nn::Module {
     seen.push_back(active_ddp());
     return fc->forward(hidden);
   }
-  std::shared_ptr<DistributedDataParallel<Mlp>> inner;
+  std::shared_ptr<DistributedDataParallel<Inner>> inner;
   torch::nn::Linear fc;
   std::vector<DdpEngine*> seen;
 };
@@ -264,6 +353,7 @@ LOCKSTEP_THREAD_TEST(DdpMarker, NamesTheInnermostWrapper, 1) {
   EXPECT_EQ(active_ddp(), nullptr);
   ddp(random_batch(1, 4, 1));
   EXPECT_EQ(module->seen, (std::vector<DdpEngine*>{&ddp.engine(), &ddp.engine()}));
+  EXPECT_EQ((*module->inner)->seen, &module->inner->engine());
   EXPECT_EQ(active_ddp(), nullptr);
 }
 

@@ -82,6 +82,40 @@ LOCKSTEP_THREAD_TEST(DdpOptimizerInBackward, LeavesUnusedParametersAlone, 2) {
   remove_optimizers_in_backward(model->parameters());
 }
 
+// DDP-88: what is refused stays refused
+LOCKSTEP_THREAD_TEST(DdpOptimizerInBackward, IsRefusedInEveryForward, 2) {
+  auto model = mlp({4, 2});
+  apply_optimizer_in_backward(make_sgd, model->parameters());
+  DistributedDataParallel ddp(model, world.group());
+  ddp.register_comm_hook([](GradBucket& b) { return completed_future(b.buffer()); }, "mine");
+  for (int attempt = 0; attempt < 2; ++attempt) expect_error([&] { ddp(random_batch(1, 4, 1)); }, {"'mine'"});
+  remove_optimizers_in_backward(model->parameters());
+}
+
+// DDP-88: a rank without inputs steps with the others, momentum included; the divisor is that of all ranks
+LOCKSTEP_THREAD_TEST(DdpOptimizerInBackward, StepsOnRanksWithoutInputsToo, 2) {
+  const auto batch = random_batch(4, 4, 2);
+  auto model = mlp({4, 2});
+  apply_optimizer_in_backward(make_sgd, model->parameters());
+  DistributedDataParallel ddp(model, world.group());
+  auto reference = mlp({4, 2});
+  const auto optimizer = make_sgd(reference->parameters());
+  for (int epoch = 0; epoch < 2; ++epoch) {
+    // In the first epoch only rank 1 has inputs, in the second both: half the gradient, then all of it.
+    const bool has_inputs = world.rank() == 1 || epoch == 1;
+    ddp.join(/*divide_by_initial_world_size=*/false).run([&] {
+      for (int step = 0; step < 3 && has_inputs; ++step) ddp(batch).pow(2).mean().backward();
+    });
+    for (int step = 0; step < 3; ++step) {
+      optimizer->zero_grad();
+      (reference->forward(batch).pow(2).mean() * (epoch == 0 ? 0.5 : 1.0)).backward();
+      optimizer->step();
+    }
+    expect_close(model->parameters(), reference->parameters());
+  }
+  remove_optimizers_in_backward(model->parameters());
+}
+
 // DDP-89
 LOCKSTEP_THREAD_TEST(DdpFusedOptimizer, EqualsAStepAfterBackward, 2) {
   const auto batch = random_batch(8, 4, 2);
@@ -119,6 +153,8 @@ LOCKSTEP_THREAD_TEST(DdpDelayed, ReducesNamedParametersAtTheTrigger, 2) {
     step % 2 == 0 ? zero_grads(ddp) : ddp.zero_grad(false);
     Recorder recorder;
     ddp(my_rows(batch, world)).pow(2).mean().backward();
+    // It begins before the trigger's own gradient is in its bucket.
+    testing::expect_subset_order(recorder.events(), {"all_reduce", "gradient(layer0.weight)"});
     expect_close(gradients_of(*model), gradients_of(*reference));
     EXPECT_TRUE(model->layers[1]->weight.grad().is_alias_of(model->layers[1]->bias.grad())) << "one buffer";
   }
@@ -132,13 +168,17 @@ LOCKSTEP_THREAD_TEST(DdpDelayed, MayConcernAllParameters, 2) {
       model, world.group(),
       {.delay_all_reduce_named_params = delayed, .param_to_hook_all_reduce = model->layers[0]->weight});
   EXPECT_EQ(ddp.engine().reducer(), nullptr);
-  // The trigger's own gradient is accumulated after its hook, so it is reduced with the next step's; the other is
-  // there.
-  for (int step = 0; step < 2; ++step) {
+  for (int step = 0; step < 3; ++step) {
     zero_grads(ddp);
     ddp(at::full({1, 4}, world.rank() + 1.0)).sum().backward();
-    EXPECT_TRUE(model->layers[0]->bias.grad().defined());
+    // The trigger is a delayed one itself.
+    EXPECT_TRUE(at::equal(model->layers[0]->weight.grad(), at::full({2, 4}, 1.5)));
+    EXPECT_TRUE(at::equal(model->layers[0]->bias.grad(), at::ones({2})));
   }
+  expect_error([&] { ddp.set_static_graph(); }, {"set_static_graph", "delayed"});
+  expect_error([&] { ddp.bucket_plan(); }, {"bucket_plan", "delayed"});
+  expect_error([&] { ddp.check_finalized(); }, {"check_finalized"});
+  expect_error([&] { ddp.update_process_group(world.group()); }, {"update_process_group", "delayed"});
   auto other = mlp({4, 2});
   expect_error(
       [&] {

@@ -209,6 +209,13 @@ LOCKSTEP_THREAD_TEST(DdpStaticGraph, CountsFirstAndReducesAtTheEnd, 2) {
       zero_grads(ddp);
       Recorder recorder;
       ddp(input_of(world), true, false).sum().backward();
+      // Nothing is hidden behind the first backward, which counts, nor the second, which has one bucket.
+      const auto events = recorder.events();
+      const auto is_first_bucket = [](const auto& event) { return event.kind == "bucket"; };
+      const auto first_bucket = std::find_if(events.begin(), events.end(), is_first_bucket);
+      const bool has_gradient_after =
+          std::any_of(first_bucket, events.end(), [](const auto& event) { return event.kind == "gradient"; });
+      EXPECT_EQ(has_gradient_after, step >= 2) << step;
       expect_close(gradients_of(ddp), expected_gradients(world, all, none));
       EXPECT_EQ(ddp.engine().reducer()->has_rebuilt_buckets(), step >= 2) << step;
     }
