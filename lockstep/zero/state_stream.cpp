@@ -20,10 +20,16 @@ namespace {
 /// Marks tuples that stand for tensors.
 constexpr const char* kMark = "lockstep.tensor";
 
-std::vector<char> packed(const std::vector<StatePiece>& pieces) {
-  std::vector<StatePiece> descriptions;
-  for (const auto& piece : pieces) descriptions.push_back(described(piece));
-  return torch::jit::pickle_save(to_ivalue(descriptions));
+/// What every rank has.
+std::vector<std::vector<StatePiece>> all_descriptions(const std::vector<StatePiece>& own, const GroupPtr& group) {
+  std::vector<StatePiece> mine;
+  for (const auto& piece : own) mine.push_back(described(piece));
+  const auto bytes = torch::jit::pickle_save(to_ivalue(mine));
+  std::vector<std::vector<StatePiece>> all;
+  for (const auto& each : all_gather_object({bytes.begin(), bytes.end()}, group)) {
+    all.push_back(pieces_from(torch::jit::pickle_load({each.begin(), each.end()})));
+  }
+  return all;
 }
 
 /// Calls `visit(begin, size)` for pieces of `total` bytes.
@@ -83,8 +89,9 @@ at::Tensor place_for(OptimizerStateDict& dict, const StatePiece& described, cons
   const auto form = *form_of(described.values.at(name));
   const bool is_part = !described.is_whole && !form.sizes.empty() && form.numel() == described.elements.size();
   if (!is_part) {
-    const auto tensor = state.try_emplace(name, form.empty()).first->second.toTensor();
-    return bytes_of_state(tensor);
+    auto found = state.find(name);
+    if (found == state.end()) found = state.emplace(name, form.empty()).first;
+    return bytes_of_state(found->second.toTensor());
   }
   auto found = state.find(name);
   if (found == state.end()) {
@@ -98,14 +105,13 @@ at::Tensor place_for(OptimizerStateDict& dict, const StatePiece& described, cons
 void stream_pieces(const std::vector<StatePiece>& own, int to, int64_t max_bytes, const GroupPtr& group,
                    c10::Device device, const ChunkSink& sink) {
   const at::NoGradGuard no_grad;
-  const auto mine = packed(own);
-  const auto all = all_gather_object({mine.begin(), mine.end()}, group);
+  const auto descriptions = all_descriptions(own, group);
   const bool is_target = group->getRank() == to;
   at::Tensor passing;  // what other ranks send goes through here
   for (int rank = 0; rank < group->getSize(); ++rank) {
     // Nobody else needs what the target has.
     if (rank == to && !is_target) continue;
-    const auto pieces = pieces_from(torch::jit::pickle_load({all[rank].begin(), all[rank].end()}));
+    const auto& pieces = descriptions[rank];
     for (std::size_t i = 0; i < pieces.size(); ++i) {
       bool has_tensor = false;
       for (const auto& [name, value] : pieces[i].values) {

@@ -67,25 +67,28 @@ TEST(ZeroStreaming, HoldsNoMoreThanTheBoundOnAnyRank) {
           Zero optimizer(parameters, {}, zero);
           train(optimizer, parameters, 1);
           constexpr int64_t kBound = 64 << 10;
+          // What there is and where, some of which other threads free.
+          constexpr int64_t kDescriptions = 16 << 10;
           const auto state_bytes = 2 * optimizer.memory_report().parameters;
           {
             const Recorder recorder;
             const testing::MemoryProbe probe;
             consolidate_in_chunks(optimizer, {.to = 0, .max_bytes = kBound});
             const auto result = world.rank() == 0 ? state_bytes : 0;
-            EXPECT_LE(probe.total().peak_bytes, kBound + result + 1024) << name;
+            EXPECT_LE(probe.total().peak_bytes, kBound + kDescriptions + result) << name;
             for (const auto& event : recorder.events("launch"))
               EXPECT_LE(event.bytes, static_cast<std::size_t>(kBound));
           }
           {
             const testing::MemoryProbe probe;
             save_in_chunks(optimizer, path, {.to = 0, .max_bytes = kBound});
-            EXPECT_LE(probe.total().peak_bytes, kBound + 1024) << name << ": the rank that writes has no more either";
+            EXPECT_LE(probe.total().peak_bytes, kBound + kDescriptions)
+                << name << ": the rank that writes has no more either";
           }
           {
             const testing::MemoryProbe probe;
             save_sharded(optimizer, path);
-            EXPECT_LE(probe.total().peak_bytes, kBound) << name;
+            EXPECT_LE(probe.total().peak_bytes, kBound + kDescriptions) << name;
           }
           barrier(world.group());
         }
