@@ -16,8 +16,9 @@
 namespace lockstep::detail {
 namespace {
 
-// Above, an operator's threads are worth its call.
-constexpr int64_t kSmallElements = 64 << 10;
+// Pieces from here on are runs of their own, so that the gradient can be used where it lies: a further parameter costs
+// the local optimizer less than the copy.
+constexpr int64_t kLargeElements = 64 << 10;
 
 /// An alias that autograd does not track as a view: it becomes a leaf of its own.
 at::Tensor part_of(const at::Tensor& row, const ElementRange& elements) {
@@ -30,14 +31,18 @@ ElementRange moved(const ElementRange& elements, int64_t by) {
 }
 
 bool lies_like(const at::Tensor& gradient, const at::Tensor& parameter) {
-  return gradient.is_cpu() && gradient.scalar_type() == parameter.scalar_type() && !gradient.is_conj() &&
-         !gradient.is_neg() && gradient.strides() == parameter.strides() && parameter.is_non_overlapping_and_dense();
+  return gradient.scalar_type() == parameter.scalar_type() && !gradient.is_conj() && !gradient.is_neg() &&
+         gradient.strides() == parameter.strides() && parameter.is_non_overlapping_and_dense();
+}
+
+bool is_large(const ElementRange& elements) {
+  return elements.size() >= kLargeElements;
 }
 
 /// Elements `from` of the gradient, counted as the parameter lies in memory, to `to` of the row.
 void copy_gradient(const at::Tensor& row, const ElementRange& to, const at::Tensor& gradient,
                    const at::Tensor& parameter, const ElementRange& from) {
-  if (from.size() <= kSmallElements && lies_like(gradient, parameter)) {
+  if (gradient.is_cpu() && lies_like(gradient, parameter)) {
     const auto item = static_cast<int64_t>(row.itemsize());
     std::memcpy(static_cast<char*>(row.mutable_data_ptr()) + to.begin * item,
                 static_cast<const char*>(gradient.const_data_ptr()) + from.begin * item, from.size() * item);
@@ -106,7 +111,6 @@ ElementSlices::Block ElementSlices::made_block(const std::vector<std::pair<int64
   move_into(block.buffer, parameters);
 
   const auto slice = own_slice(block);
-  block.gradients = at::empty({slice.size()}, options);
   int64_t begin = 0;
   for (const auto& [index, parameter] : members) {
     const ElementRange range{begin, begin + parameter.numel()};
@@ -140,6 +144,7 @@ std::vector<ElementSlices::Run> ElementSlices::cut(const Block& block, const Pie
     const bool is_last = i + 1 == block.pieces.size();
     const auto goes_on = [&] {
       const auto& [one, other] = std::tie(values[i], values[i + 1]);
+      if (is_large(block.pieces[i].elements) || is_large(block.pieces[i + 1].elements)) return false;
       if (block.pieces[i].has_gradient() != block.pieces[i + 1].has_gradient()) return false;
       if (one.has_value() != other.has_value()) return false;
       return !one || have_same_rest(*one, block.pieces[i].elements.size(), *other, block.pieces[i + 1].elements.size());
@@ -179,22 +184,32 @@ void ElementSlices::take_gradients() {
   const at::NoGradGuard no_grad;
   for (auto& blocks : blocks_) {
     for (auto& block : blocks) {
-      const auto slice_begin = own_slice(block).begin;
-      for (auto& run : block.runs) {
-        const bool has_gradient = block.pieces[run.first].has_gradient();
-        run.parameter.mutable_grad() =
-            has_gradient ? part_of(block.gradients, moved(run.elements, -slice_begin)) : at::Tensor();
-        for (std::size_t i = run.first; has_gradient && i < run.last; ++i) {
-          const auto& piece = block.pieces[i];
-          const auto& gradient = piece.parameter.grad();
-          TORCH_CHECK(gradient.layout() == at::kStrided, "[lockstep/zero] the gradient of parameter ", piece.index,
-                      " is sparse, and slices of those cannot be taken. Use ZeroPartition::kParameters.");
-          copy_gradient(block.gradients, moved(piece.elements, -slice_begin), gradient, piece.parameter,
-                        piece.in_parameter());
-        }
-      }
+      for (auto& run : block.runs) run.parameter.mutable_grad() = gradient_of(block, run);
     }
   }
+}
+
+at::Tensor ElementSlices::gradient_of(Block& block, const Run& run) const {
+  const auto& first = block.pieces[run.first];
+  if (!first.has_gradient()) return {};
+  for (std::size_t i = run.first; i < run.last; ++i) {
+    TORCH_CHECK(block.pieces[i].parameter.grad().layout() == at::kStrided, "[lockstep/zero] the gradient of parameter ",
+                block.pieces[i].index,
+                " is sparse, and slices of those cannot be taken. Use ZeroPartition::kParameters.");
+  }
+  if (is_large(run.elements) && run.last == run.first + 1 && lies_like(first.parameter.grad(), first.parameter)) {
+    return part_of(row_of(first.parameter.grad()), first.in_parameter());
+  }
+  const auto slice = own_slice(block);
+  if (!block.gradients.defined()) {
+    block.gradients = at::empty({slice.size()}, block.buffer.options());
+  }
+  for (std::size_t i = run.first; i < run.last; ++i) {
+    const auto& piece = block.pieces[i];
+    copy_gradient(block.gradients, moved(piece.elements, -slice.begin), piece.parameter.grad(), piece.parameter,
+                  piece.in_parameter());
+  }
+  return part_of(block.gradients, moved(run.elements, -slice.begin));
 }
 
 std::vector<at::Tensor> ElementSlices::own_gradients() const {
@@ -285,7 +300,7 @@ ShardingBytes ElementSlices::bytes() const {
   for (const auto& blocks : blocks_) {
     for (const auto& block : blocks) {
       bytes.buckets += static_cast<int64_t>(block.buffer.nbytes());
-      bytes.temporaries += static_cast<int64_t>(block.gradients.nbytes());
+      if (block.gradients.defined()) bytes.temporaries += static_cast<int64_t>(block.gradients.nbytes());
     }
   }
   return bytes;

@@ -3,7 +3,7 @@
 //
 // The local optimizer sees its slice as few long parameters (runs). A run is cut at the borders of parameters where
 // their state would differ: if some got no gradient in a step, or were loaded with other step counts. So the result is
-// that of whole parameters, whatever happens; as a rule there is one run.
+// that of whole parameters, whatever happens; as a rule there is one run, and one for each large parameter.
 #pragma once
 
 #include <optional>
@@ -60,7 +60,7 @@ class ElementSlices final : public Sharding {
   struct Block {
     SlicePlan plan = {};
     at::Tensor buffer = {};
-    at::Tensor gradients = {};  // of this rank's slice
+    at::Tensor gradients = {};  // of this rank's slice, where they do not lie like it
     std::unordered_set<const void*> members = {};
     std::vector<Piece> pieces = {};  // this rank's
     std::vector<Run> runs = {};
@@ -69,6 +69,8 @@ class ElementSlices final : public Sharding {
 
   Block made_block(const std::vector<std::pair<int64_t, at::Tensor>>& members) const;
   ElementRange own_slice(const Block& block) const;
+  /// As the run's parameter lies; a view if there is nothing to put together.
+  at::Tensor gradient_of(Block& block, const Run& run) const;
   Run made_run(const Block& block, std::size_t first, std::size_t last) const;
   /// Runs as long as presence of gradients and the values that are not by element allow.
   std::vector<Run> cut(const Block& block, const PieceValues& values) const;
