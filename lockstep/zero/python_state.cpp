@@ -2,6 +2,16 @@
 
 #include <ATen/ops/scalar_tensor.h>
 #include <c10/util/Exception.h>
+#include <caffe2/serialize/inline_container.h>
+#include <torch/csrc/jit/serialization/pickle.h>
+#include <torch/csrc/jit/serialization/pickler.h>
+
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+
+#include "lockstep/base/str.h"
 
 namespace lockstep {
 namespace {
@@ -35,7 +45,9 @@ c10::IValue to_python(const OptimizerStateDict& dict) {
   for (const auto& group : dict.param_groups) {
     auto options = made_dict(c10::StringType::get());
     for (const auto& [name, value] : group.options) options.insert(name, value);
-    options.insert("params", c10::List<int64_t>(group.params));
+    c10::impl::GenericList indices(c10::AnyType::get());
+    for (const auto index : group.params) indices.push_back(index);
+    options.insert("params", indices);
     groups.push_back(options);
   }
   auto whole = made_dict(c10::StringType::get());
@@ -67,6 +79,45 @@ OptimizerStateDict from_python(const c10::IValue& value) {
     }
   }
   return dict;
+}
+
+std::vector<char> torch_save_bytes(const c10::IValue& value) {
+  std::vector<char> pickled;
+  torch::jit::Pickler pickler(
+      [&](const char* bytes, std::size_t size) { pickled.insert(pickled.end(), bytes, bytes + size); },
+      /*tensor_table=*/nullptr, /*type_renamer=*/nullptr, /*memoized_class_types=*/nullptr,
+      /*get_tensor_id=*/nullptr, /*tag_aggregates=*/false);
+  pickler.protocol();
+  pickler.pushIValue(value);
+  pickler.stop();
+  std::vector<char> file;
+  caffe2::serialize::PyTorchStreamWriter writer([&](const void* bytes, std::size_t size) {
+    const auto* first = static_cast<const char*>(bytes);
+    file.insert(file.end(), first, first + size);
+    return size;
+  });
+  const auto& tensors = pickler.tensorData();
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const auto memory = torch::jit::getWriteableTensorData(tensors[i]);
+    writer.writeRecord(str("data/", i), memory.data(), memory.sizeInBytes());
+  }
+  writer.writeRecord("data.pkl", pickled.data(), pickled.size());
+  writer.writeEndOfFile();
+  return file;
+}
+
+void save_python_state(const std::string& path, const OptimizerStateDict& dict) {
+  const auto bytes = torch_save_bytes(to_python(dict));
+  std::ofstream out(path, std::ios::binary | std::ios::trunc);
+  out.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+  out.close();
+  TORCH_CHECK(out, "[lockstep/zero] cannot write ", path, ": ", std::strerror(errno));
+}
+
+OptimizerStateDict load_python_state(const std::string& path) {
+  std::ifstream in(path, std::ios::binary);
+  TORCH_CHECK(in, "[lockstep/zero] cannot read ", path, ": ", std::strerror(errno));
+  return from_python(torch::jit::pickle_load({std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()}));
 }
 
 }  // namespace lockstep

@@ -1,7 +1,11 @@
-// Optimizer state as Python writes and reads it. A file that torch.save(optimizer.state_dict(), path) wrote is
-//   from_python(torch::pickle_load(bytes))
-// and torch::pickle_save(to_python(dict)) are the bytes of one for optimizer.load_state_dict(torch.load(path)).
+// Optimizer state as Python writes and reads it:
+//
+//   load_python_state(path)         what torch.save(optimizer.state_dict(), path) wrote
+//   save_python_state(path, dict)   for optimizer.load_state_dict(torch.load(path))
 #pragma once
+
+#include <string>
+#include <vector>
 
 #include "lockstep/zero/state_dict.h"
 
@@ -14,5 +18,13 @@ c10::IValue to_python(const OptimizerStateDict& dict);
 /// The opposite. Values that are None are left out, and so is state that has nothing else. Throws, naming what is
 /// missing, if `value` has another form.
 OptimizerStateDict from_python(const c10::IValue& value);
+
+/// Throw, naming the file, if it cannot be written or read.
+void save_python_state(const std::string& path, const OptimizerStateDict& dict);
+OptimizerStateDict load_python_state(const std::string& path);
+
+/// The bytes of a file that torch.load() opens, also with weights_only=True, its default: libtorch's pickle_save() adds
+/// notes on types that Python then refuses. Lists in the value must be generic ones.
+std::vector<char> torch_save_bytes(const c10::IValue& value);
 
 }  // namespace lockstep

@@ -143,7 +143,7 @@ def loaded_states(path):
     """Goes on from states that C++ wrote, by name of the optimizer."""
     shapes = SHAPES["uneven"]
     results = {}
-    for name, saved in torch.load(path, weights_only=False).items():
+    for name, saved in torch.load(path).items():
         kind, _ = OPTIMIZERS[name]
         parameters = [value.clone().requires_grad_() for value in saved["values"]]
         optimizer = kind(parameters, lr=1.0)

@@ -191,7 +191,7 @@ TEST_F(ZeroOracle, StateMovesFromPythonAndBack) {
     });
     const testing::TempDir folder;
     const auto file = folder.file("state");
-    const auto bytes = torch::pickle_save(written);
+    const auto bytes = torch_save_bytes(written);
     std::ofstream(file, std::ios::binary).write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
     const auto results = run_script(str("'", file, "'"));
     EXPECT_EQ(results.toGenericDict().size(), 4U);
@@ -201,6 +201,31 @@ TEST_F(ZeroOracle, StateMovesFromPythonAndBack) {
                   name);
     }
   }
+}
+
+// ZERO-41
+TEST_F(ZeroOracle, StateFilesOpenInPython) {
+  const testing::TempDir folder;
+  const auto path = folder.file("state");
+  const auto parameters = parameters_of({{4, 3}, {}, {5}});
+  torch::optim::Adam plain(parameters, 0.25);
+  set_gradients(parameters, 1);
+  plain.step();
+  save_python_state(path, state_dict_of(plain));
+  expect_same_state(load_python_state(path), state_dict_of(plain));
+  const auto script =
+      str("import torch; p = [torch.zeros(4, 3), torch.zeros(()), torch.zeros(5)]; a = torch.optim.Adam(p); ",
+          "a.load_state_dict(torch.load(\"", path, "\")); s = a.state_dict(); ",
+          "assert s[\"param_groups\"][0][\"lr\"] == 0.25; assert s[\"state\"][2][\"step\"] == 1; ", "torch.save(s, \"",
+          path, "\")");
+  ASSERT_EQ(std::system(str("'", std::getenv("LOCKSTEP_PYTHON"), "' -c '", script, "'").c_str()), 0);
+  const auto back = load_python_state(path);
+  ASSERT_EQ(back.state.size(), 3U);
+  for (const auto& [index, values] : back.state) {
+    expect_same_values(values, state_dict_of(plain).state.at(index), str("state ", index));
+  }
+  testing::expect_error([&] { load_python_state(path + ".nowhere"); }, {"cannot read", ".nowhere"});
+  testing::expect_error([&] { save_python_state(path + ".d/state", back); }, {"cannot write", "No such file"});
 }
 
 TEST(PythonState, OfAnotherFormIsRefused) {
