@@ -13,7 +13,7 @@ namespace {
 at::Tensor made_bucket(const std::vector<at::Tensor>& parameters, c10::Device device, const GroupPtr& group) {
   std::vector<at::Tensor> trainable;
   int64_t total = 0;
-  for (auto parameter : parameters) {
+  for (const auto& parameter : parameters) {
     if (parameter.requires_grad()) {
       trainable.push_back(parameter);
       total += parameter.numel();
@@ -33,7 +33,7 @@ at::Tensor made_bucket(const std::vector<at::Tensor>& parameters, c10::Device de
 void move_into(const at::Tensor& flat, const std::vector<at::Tensor>& parameters) {
   const at::NoGradGuard no_grad;
   int64_t begin = 0;
-  for (auto parameter : parameters) {
+  for (const auto& parameter : parameters) {
     const auto view = unflattened_like(flat.narrow(0, begin, parameter.numel()), parameter);
     view.copy_(parameter.detach());
     parameter.set_data(view);

@@ -28,18 +28,21 @@ void ZeroOptimizer::consolidate_state_dict(int to) {
   const auto parameters = all_parameters();
   const bool is_target = group_->getRank() == to;
   OptimizerStateDict dict = exposed_groups();
-  // Broadcasts, not a gather, which NCCL does not have. In rank order.
-  for (int rank = 0; rank < group_->getSize(); ++rank) {
-    if (rank == to) {
-      if (!is_target) continue;
-      for (const auto& piece : pieces) detail::add_piece(dict, piece, parameters[piece.index]);
-      continue;
+  const auto add = [&](const std::vector<detail::StatePiece>& added) {
+    for (const auto& piece : added) detail::add_piece(dict, piece, parameters[piece.index]);
+  };
+  or_tell_others([&] {
+    // Broadcasts, not a gather, which NCCL does not have. In rank order.
+    for (int rank = 0; rank < group_->getSize(); ++rank) {
+      if (rank == to) {
+        if (is_target) add(pieces);
+        continue;
+      }
+      const auto sent = group_->getRank() == rank ? detail::to_ivalue(pieces) : c10::IValue();
+      const auto received = broadcast_object(sent, rank, group_, default_device_);
+      if (is_target) add(detail::pieces_from(received));
     }
-    const auto sent = group_->getRank() == rank ? detail::to_ivalue(pieces) : c10::IValue();
-    const auto received = broadcast_object(sent, rank, group_, default_device_);
-    if (!is_target) continue;
-    for (const auto& piece : detail::pieces_from(received)) detail::add_piece(dict, piece, parameters[piece.index]);
-  }
+  });
   if (is_target) consolidated_ = std::move(dict);
 }
 

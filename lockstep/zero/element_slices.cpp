@@ -189,6 +189,14 @@ void ElementSlices::take_gradients() {
   }
 }
 
+void ElementSlices::drop_gradients() {
+  for (auto& blocks : blocks_) {
+    for (auto& block : blocks) {
+      for (auto& run : block.runs) run.parameter.mutable_grad() = at::Tensor();
+    }
+  }
+}
+
 at::Tensor ElementSlices::gradient_of(Block& block, const Run& run) const {
   const auto& first = block.pieces[run.first];
   if (!first.has_gradient()) return {};
@@ -279,7 +287,7 @@ OptimizerStateDict ElementSlices::load(const StateSource& source) {
           auto& state = dict.state[position];
           for (const auto& [name, value] : *values[run.first]) {
             if (!is_elementwise(value, block.pieces[run.first].elements.size())) {
-              state.emplace(name, copied_to(value, at::kCPU));
+              state.emplace(name, copied_to(value, at::kCPU, /*non_blocking=*/false));
               continue;
             }
             std::vector<at::Tensor> parts;

@@ -33,6 +33,7 @@ class ElementSlices final : public Sharding {
   bool takes_gradients_in_place() const override { return false; }
   bool must_recut() const override;
   void take_gradients() override;
+  void drop_gradients() override;
   std::vector<at::Tensor> own_gradients() const override;
   void sync() override;
   std::vector<StatePiece> pieces(const torch::optim::Optimizer& local) const override;

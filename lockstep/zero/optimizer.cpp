@@ -266,6 +266,7 @@ at::Tensor ZeroOptimizer::step_with(const LocalStep& local_step, LossClosure clo
     const auto local_loss = local_step(*local_, closure);
     if (local_loss.defined()) loss = local_loss;
     copy_options(*local_, *this);
+    sharding_->drop_gradients();
   });
   sharding_->sync();
   return loss;

@@ -34,6 +34,8 @@ class Sharding {
   virtual bool must_recut() const { return false; }
   /// Brings the parameters' gradients to the local parameters.
   virtual void take_gradients() {}
+  /// Forgets them, so that nobody keeps the memory of gradients that are dropped.
+  virtual void drop_gradients() {}
   /// The gradients of this rank's share, as views.
   virtual std::vector<at::Tensor> own_gradients() const = 0;
 

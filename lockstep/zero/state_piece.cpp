@@ -58,7 +58,7 @@ void add_piece(OptimizerStateDict& dict, const StatePiece& piece, const at::Tens
   auto& state = dict.state[piece.index];
   for (const auto& [name, value] : piece.values) {
     if (piece.is_whole || !is_elementwise(value, piece.elements.size())) {
-      state.emplace(name, copied_to(value, at::kCPU));
+      state.emplace(name, copied_to(value, at::kCPU, /*non_blocking=*/false));
       continue;
     }
     const auto& part = value.toTensor();

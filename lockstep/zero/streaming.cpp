@@ -6,6 +6,7 @@
 #include <random>
 
 #include "lockstep/base/str.h"
+#include "lockstep/comm/failure_notice.h"
 #include "lockstep/comm/objects.h"
 #include "lockstep/zero/state_access.h"
 #include "lockstep/zero/state_files.h"
@@ -105,8 +106,13 @@ void consolidate_in_chunks(ZeroOptimizer& optimizer, const StreamOptions& option
     const auto place = detail::place_for(dict, piece, name, parameters[piece.index]);
     if (place.defined()) place.narrow(0, begin, bytes.numel()).copy_(bytes);
   };
-  detail::stream_pieces(pieces, options.to, options.max_bytes, optimizer.process_group(), optimizer.join_device(),
-                        take);
+  try {
+    detail::stream_pieces(pieces, options.to, options.max_bytes, optimizer.process_group(), optimizer.join_device(),
+                          take);
+  } catch (...) {
+    announce_failure(optimizer.process_group(), std::current_exception());
+    throw;
+  }
   if (optimizer.process_group()->getRank() == options.to) StateAccess::set_consolidated(optimizer, std::move(dict));
 }
 

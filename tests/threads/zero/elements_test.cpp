@@ -79,6 +79,19 @@ TEST(ZeroElements, SeeGradientsWhereverTheyLie) {
 }
 
 // ZERO-66
+TEST(ZeroElements, KeepNoGradientBeyondTheStep) {
+  on_ranks([](const World& world) {
+    const auto parameters = parameters_of({{600, 300}});
+    Zero optimizer(parameters, {}, elements(world));
+    set_gradients(parameters, 1);
+    const auto gradient = parameters[0].grad();
+    optimizer.step();
+    optimizer.zero_grad();
+    EXPECT_EQ(gradient.storage().use_count(), 1U);
+  });
+}
+
+// ZERO-66
 TEST(ZeroElements, AreCutOnlyWhereStateDiffers) {
   on_ranks(
       [](const World& world) {

@@ -168,5 +168,39 @@ TEST(ZeroJoin, FollowsAScheduleOnJoinedRanksIfAskedTo) {
       {2, 3});
 }
 
+struct TwoNumbersImpl : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& input) { return (one + two) * input; }
+  at::Tensor one = register_parameter("one", at::ones({1}));
+  at::Tensor two = register_parameter("two", at::ones({1}));
+};
+TORCH_MODULE(TwoNumbers);
+
+// JOIN-47
+TEST(ZeroJoin, UsesTheGradientsThatDdpReducedWithoutThisRank) {
+  on_ranks(
+      [](const World& world) {
+        for (const auto& [name, zero] : ways(world.group())) {
+          for (const bool as_view : {false, true}) {
+            TwoNumbers model;
+            DistributedDataParallel ddp(model,
+                                        DdpOptions{.process_group = world.group(), .gradient_as_bucket_view = as_view});
+            Zero optimizer(model->parameters(), {0.1}, zero);
+            const std::vector<double> inputs =
+                world.rank() == 0 ? std::vector<double>{1} : std::vector<double>{1, 10, 100};
+            Join({&ddp, &optimizer}).run([&] {
+              for (const auto input : inputs) {
+                optimizer.zero_grad();
+                ddp(at::full({1}, input)).sum().backward();
+                optimizer.step();
+              }
+            });
+            EXPECT_FLOAT_EQ(model->one.item<float>(), -4.6F) << name;
+            EXPECT_FLOAT_EQ(model->two.item<float>(), -4.6F) << name;
+          }
+        }
+      },
+      {2});
+}
+
 }  // namespace
 }  // namespace lockstep
