@@ -22,3 +22,8 @@
 #include "lockstep/optim/grad_scaler.h"
 #include "lockstep/optim/named_state.h"
 #include "lockstep/optim/optimizers.h"
+#include "lockstep/zero/objects.h"
+#include "lockstep/zero/overflow.h"
+#include "lockstep/zero/python_state.h"
+#include "lockstep/zero/streaming.h"
+#include "lockstep/zero/zero_redundancy_optimizer.h"

@@ -1,0 +1,67 @@
+#include "lockstep/zero/bucket_views.h"
+
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+
+#include "lockstep/comm/collectives.h"
+#include "lockstep/ddp/bucket.h"
+#include "lockstep/zero/state_piece.h"
+
+namespace lockstep::detail {
+namespace {
+
+at::Tensor made_bucket(const std::vector<at::Tensor>& parameters, c10::Device device, const GroupPtr& group) {
+  std::vector<at::Tensor> trainable;
+  int64_t total = 0;
+  for (const auto& parameter : parameters) {
+    if (parameter.requires_grad()) {
+      trainable.push_back(parameter);
+      total += parameter.numel();
+    } else {
+      // It may be a view of a bucket that ends here.
+      parameter.set_data(parameter.detach().clone());
+    }
+  }
+  if (total == 0) return at::zeros({1}, at::TensorOptions(at::kFloat).device(device));
+  const auto bucket = allocate_buffer(total, trainable.front().options().requires_grad(false), group);
+  move_into(bucket, trainable);
+  return bucket;
+}
+
+}  // namespace
+
+void move_into(const at::Tensor& flat, const std::vector<at::Tensor>& parameters) {
+  const at::NoGradGuard no_grad;
+  int64_t begin = 0;
+  for (const auto& parameter : parameters) {
+    const auto view = unflattened_like(flat.narrow(0, begin, parameter.numel()), parameter);
+    view.copy_(parameter.detach());
+    parameter.set_data(view);
+    begin += parameter.numel();
+  }
+}
+
+BucketViews::BucketViews(const DeviceParameters& parameters, const GroupPtr& group) {
+  for (const auto& [device, per_rank] : parameters) {
+    auto& buckets = buckets_.emplace_back();
+    for (const auto& each : per_rank) buckets.push_back(made_bucket(each, device, group));
+  }
+}
+
+void BucketViews::sync(const GroupPtr& group) const {
+  std::vector<Pending> pending;
+  for (int rank = 0; rank < group->getSize(); ++rank) {
+    for (const auto& buckets : buckets_) pending.push_back(launch_broadcast(buckets[rank], rank, group));
+  }
+  for (auto& each : pending) each.wait();
+}
+
+int64_t BucketViews::bytes() const {
+  int64_t bytes = 0;
+  for (const auto& buckets : buckets_) {
+    for (const auto& bucket : buckets) bytes += static_cast<int64_t>(bucket.nbytes());
+  }
+  return bytes;
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,39 @@
+// Parameters as views of flat buckets: one bucket for each rank and device, which holds the trainable parameters of
+// that rank's share in their order. A bucket is sent as it is. Internal to zero.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/group.h"
+
+namespace lockstep::detail {
+
+/// For every device, in the order in which devices appear: by rank, its parameters there.
+using DeviceParameters = std::vector<std::pair<c10::Device, std::vector<std::vector<at::Tensor>>>>;
+
+class BucketViews {
+ public:
+  /// Moves the parameters' values into new buckets, in memory that the group's backend reaches without a copy if it
+  /// has such. Frozen parameters get memory of their own. Strides are kept where memory has no gaps, else parameters
+  /// become contiguous. Local; all ranks must have the same devices in the same order.
+  BucketViews(const DeviceParameters& parameters, const GroupPtr& group);
+
+  /// By device and rank. One without a trainable parameter holds one zero, so that all ranks send as often.
+  const std::vector<std::vector<at::Tensor>>& buckets() const { return buckets_; }
+
+  /// Sends every rank's buckets to all: rank by rank, device by device. Collective and blocking.
+  void sync(const GroupPtr& group) const;
+
+  int64_t bytes() const;
+
+ private:
+  std::vector<std::vector<at::Tensor>> buckets_;
+};
+
+/// Makes `flat` hold the parameters' values one after the other, and the parameters views of it.
+void move_into(const at::Tensor& flat, const std::vector<at::Tensor>& parameters);
+
+}  // namespace lockstep::detail

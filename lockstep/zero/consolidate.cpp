@@ -1,0 +1,109 @@
+// State of a ZeroOptimizer as a whole: collected from the ranks, and given back to them.
+#include <c10/util/Exception.h>
+#include <torch/serialize/archive.h>
+
+#include "lockstep/base/str.h"
+#include "lockstep/zero/objects.h"
+#include "lockstep/zero/optimizer.h"
+#include "lockstep/zero/sharding.h"
+
+namespace lockstep {
+namespace {
+
+std::vector<std::size_t> sizes_of(const std::vector<std::vector<at::Tensor>>& groups) {
+  std::vector<std::size_t> sizes;
+  for (const auto& group : groups) sizes.push_back(group.size());
+  return sizes;
+}
+
+}  // namespace
+
+void ZeroOptimizer::consolidate_state_dict(int to) {
+  TORCH_CHECK_VALUE(to >= 0 && to < group_->getSize(), who(), ": state cannot be consolidated to rank ", to,
+                    " of a group of ", group_->getSize());
+  notice_new_groups();
+  copy_options(*this, *local_);
+  consolidated_.reset();
+  const auto pieces = own_pieces();
+  const auto parameters = all_parameters();
+  const bool is_target = group_->getRank() == to;
+  OptimizerStateDict dict = exposed_groups();
+  const auto add = [&](const std::vector<detail::StatePiece>& added) {
+    for (const auto& piece : added) detail::add_piece(dict, piece, parameters[piece.index]);
+  };
+  or_tell_others([&] {
+    // Broadcasts, not a gather, which NCCL does not have. In rank order.
+    for (int rank = 0; rank < group_->getSize(); ++rank) {
+      if (rank == to) {
+        if (is_target) add(pieces);
+        continue;
+      }
+      const auto sent = group_->getRank() == rank ? detail::to_ivalue(pieces) : c10::IValue();
+      const auto received = broadcast_object(sent, rank, group_, default_device_);
+      if (is_target) add(detail::pieces_from(received));
+    }
+  });
+  if (is_target) consolidated_ = std::move(dict);
+}
+
+std::vector<detail::StatePiece> ZeroOptimizer::own_pieces() const {
+  return sharding_->pieces(*local_);
+}
+
+OptimizerStateDict ZeroOptimizer::exposed_groups() const {
+  OptimizerStateDict dict;
+  int64_t index = 0;
+  for (const auto& group : param_groups_) {
+    auto& into = dict.param_groups.emplace_back();
+    into.options = values_of(group.options());
+    for (std::size_t i = 0; i < group.params().size(); ++i) into.params.push_back(index++);
+  }
+  return dict;
+}
+
+const OptimizerStateDict& ZeroOptimizer::state_dict() const {
+  TORCH_CHECK(consolidated_, who(), ": the state was not consolidated on this rank. Call consolidate_state_dict(",
+              group_->getRank(), ") on all ranks first.");
+  return *consolidated_;
+}
+
+void ZeroOptimizer::load_state_dict(const OptimizerStateDict& dict) {
+  notice_new_groups();
+  check_fits(dict, sizes_of(parameter_groups()), who());
+  const auto parameters = all_parameters();
+  load_from(dict, detail::source_of(dict, parameters));
+}
+
+void ZeroOptimizer::load_from(const OptimizerStateDict& groups, const detail::StateSource& source) {
+  std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options;
+  for (std::size_t i = 0; i < param_groups_.size(); ++i) {
+    options.push_back(param_groups_[i].options().clone());
+    assign_values(*options.back(), groups.param_groups[i].options);
+  }
+  if (sharding_->takes_gradients_in_place()) {
+    lockstep::load_state_dict(*local_, sharding_->load(source));
+  } else {
+    const auto held = sharding_->pieces(*local_);
+    try {
+      rebuild_local(source);
+    } catch (...) {
+      rebuild_local(detail::source_of(held));
+      throw;
+    }
+  }
+  for (std::size_t i = 0; i < param_groups_.size(); ++i) {
+    if (!type_.assign(*options[i], param_groups_[i].options())) param_groups_[i].set_options(std::move(options[i]));
+  }
+  copy_options(*this, *local_);
+  consolidated_.reset();
+}
+
+void ZeroOptimizer::save(torch::serialize::OutputArchive& archive) const {
+  write_archive(archive, state_dict());
+}
+
+void ZeroOptimizer::load(torch::serialize::InputArchive& archive) {
+  load_state_dict(read_archive(archive));
+}
+
+}  // namespace lockstep

@@ -1,0 +1,84 @@
+// Sharding by elements: the trainable parameters of a group lie in one flat buffer (a block), of which every rank steps
+// an equal slice; one all-gather in place gives all ranks the rest. Internal to zero.
+//
+// The local optimizer sees its slice as few long parameters (runs). A run is cut at the borders of parameters where
+// their state would differ: if some got no gradient in a step, or were loaded with other step counts. So the result is
+// that of whole parameters, whatever happens; as a rule there is one run, and one for each large parameter.
+#pragma once
+
+#include <optional>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/group.h"
+#include "lockstep/zero/sharding.h"
+
+namespace lockstep::detail {
+
+class ElementSlices final : public Sharding {
+ public:
+  /// Slices begin at multiples of this.
+  static constexpr int64_t kAlignmentBytes = 64;
+
+  explicit ElementSlices(GroupPtr group) : group_(std::move(group)) {}
+
+  /// Makes blocks of the trainable parameters that are in none; the parameters become views. Groups can be added at the
+  /// end and taken away there.
+  void set_groups(std::vector<std::vector<at::Tensor>> groups);
+
+  std::vector<std::vector<at::Tensor>> local_parameters() const override;
+  /// What becomes trainable gets a block of its own; what is frozen stays, and has no gradient.
+  void on_trainability_change() override;
+  bool takes_gradients_in_place() const override { return false; }
+  bool must_recut() const override;
+  void take_gradients() override;
+  void drop_gradients() override;
+  std::vector<at::Tensor> own_gradients() const override;
+  void sync() override;
+  std::vector<StatePiece> pieces(const torch::optim::Optimizer& local) const override;
+  OptimizerStateDict load(const StateSource& source) override;
+  ShardingBytes bytes() const override;
+
+ private:
+  /// What this rank has of one parameter. Ranges count in the block.
+  struct Piece {
+    int64_t index = 0;  // of the parameter, over all groups
+    at::Tensor parameter = {};
+    int64_t parameter_begin = 0;
+    ElementRange elements = {};
+
+    ElementRange in_parameter() const { return {elements.begin - parameter_begin, elements.end - parameter_begin}; }
+    bool has_gradient() const { return parameter.grad().defined(); }
+  };
+  /// Pieces [first, last) of a block.
+  struct Run {
+    std::size_t first = 0;
+    std::size_t last = 0;
+    ElementRange elements = {};
+    at::Tensor parameter = {};
+  };
+  struct Block {
+    SlicePlan plan = {};
+    at::Tensor buffer = {};
+    at::Tensor gradients = {};  // of this rank's slice, where they do not lie like it
+    std::unordered_set<const void*> members = {};
+    std::vector<Piece> pieces = {};  // this rank's
+    std::vector<Run> runs = {};
+  };
+  using PieceValues = std::vector<std::optional<NamedValues>>;
+
+  Block made_block(const std::vector<std::pair<int64_t, at::Tensor>>& members) const;
+  ElementRange own_slice(const Block& block) const;
+  /// As the run's parameter lies; a view if there is nothing to put together.
+  at::Tensor gradient_of(Block& block, const Run& run) const;
+  Run made_run(const Block& block, std::size_t first, std::size_t last) const;
+  /// Runs as long as presence of gradients and the values that are not by element allow.
+  std::vector<Run> cut(const Block& block, const PieceValues& values) const;
+
+  const GroupPtr group_;
+  std::vector<std::vector<at::Tensor>> groups_;
+  std::vector<std::vector<Block>> blocks_;  // by group
+};
+
+}  // namespace lockstep::detail

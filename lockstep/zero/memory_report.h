@@ -1,0 +1,20 @@
+// What a sharded optimizer takes of a rank's memory.
+#pragma once
+
+#include <cstdint>
+
+namespace lockstep {
+
+/// In bytes, on one rank.
+struct ZeroMemoryReport {
+  /// All of them: ZeRO's first stage does not divide parameters and gradients.
+  int64_t parameters = 0;
+  /// This rank's part of the optimizer state.
+  int64_t state = 0;
+  /// Flat tensors that parameters are views of: no memory beside theirs, once the old one is freed.
+  int64_t buckets = 0;
+  /// Kept from step to step for moving parameters and gradients.
+  int64_t temporaries = 0;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,137 @@
+// ZeroOptimizer: all of ZeroRedundancyOptimizer that does not depend on the type of the local optimizer.
+//
+// Every rank has all parameters and gradients, and optimizer state for its share only. A step updates the share and
+// then sends it to the others. Exposed param_groups() hold all parameters; the local optimizer holds the share, under
+// the same options. For the thread that trains. See docs/zero.md.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/join/joinable.h"
+#include "lockstep/optim/clip_grad.h"
+#include "lockstep/zero/local_optimizer.h"
+#include "lockstep/zero/memory_report.h"
+#include "lockstep/zero/options.h"
+#include "lockstep/zero/partition_cache.h"
+#include "lockstep/zero/state_dict.h"
+#include "lockstep/zero/state_piece.h"
+
+namespace lockstep {
+
+namespace detail {
+class Sharding;
+class StateAccess;
+}  // namespace detail
+
+class ZeroOptimizer : public torch::optim::Optimizer, public Joinable {
+ public:
+  ~ZeroOptimizer() override;
+
+  /// Updates this rank's share and gives all ranks all parameters. Collective and blocking. A closure runs once on each
+  /// rank, and its loss is returned. If the local step throws, the others are told: their step throws naming this rank,
+  /// and the group cannot be used any more.
+  at::Tensor step(LossClosure closure = nullptr) override;
+
+  /// Appends a group; must be called on all ranks alike. Parameters that were there keep their ranks and their state.
+  /// Refuses what construction refuses, having changed nothing. A call through a reference to the base class is
+  /// noticed by the next step.
+  void add_param_group(const torch::optim::OptimizerParamGroup& group);
+
+  /// Collects the state of all ranks on group rank `to`, as copies on the CPU; the others drop what they had collected.
+  /// Collective and blocking. See streaming.h for state that is too large to be sent at once.
+  void consolidate_state_dict(int to = 0);
+
+  /// The state as of the last consolidation, in the form of an optimizer that is not sharded. Throws where it was not
+  /// consolidated to.
+  const OptimizerStateDict& state_dict() const;
+
+  /// Takes this rank's share of a whole state, and all options; copies it. Local, but must be called on all ranks.
+  /// Throws if groups or indices do not fit, having changed nothing. state_dict() needs a consolidation afterwards.
+  void load_state_dict(const OptimizerStateDict& dict);
+
+  /// libtorch's format, for torch::save() and torch::load(): state_dict() and load_state_dict(). Files are
+  /// interchangeable with those of the local optimizer's type.
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
+
+  /// Clips all gradients by the norm of the whole; every rank computes the part of its share. Gradients must be the
+  /// same on all ranks, as they are after DDP's backward. Returns the norm. Collective and blocking.
+  at::Tensor clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
+
+  /// Bytes on this rank. Local.
+  ZeroMemoryReport memory_report() const;
+
+  /// Throws on all ranks, naming those that differ, unless all have the same parameter groups: count, shapes, dtypes.
+  /// Collective and blocking.
+  void check_same_on_all_ranks();
+
+  /// Who updates what. Whole parameters only.
+  PartitionCache& partition();
+  /// As of PartitionCache; bucket views only.
+  const std::vector<std::pair<c10::Device, std::vector<std::vector<at::Tensor>>>>& device_to_params_per_rank();
+
+  const GroupPtr& process_group() const { return group_; }
+  const ZeroOptions& options() const { return options_; }
+
+  std::unique_ptr<JoinHook> join_hook(const JoinOptions& options) override;
+  c10::Device join_device() const override { return default_device_; }
+  GroupPtr join_process_group() const override { return group_; }
+  std::string join_name() const override { return "zero"; }
+  JoinPhase join_phase() const override { return JoinPhase::kStep; }
+
+ protected:
+  using LocalStep = std::function<at::Tensor(torch::optim::Optimizer& local, const LossClosure& closure)>;
+
+  /// Local: runs no collective.
+  ZeroOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups, LocalOptimizerType type,
+                ZeroOptions options);
+
+  /// step() with something else in place of the local optimizer's step().
+  at::Tensor step_with(const LocalStep& local_step, LossClosure closure);
+  torch::optim::Optimizer& local() { return *local_; }
+
+ private:
+  friend class detail::StateAccess;
+
+  std::string who() const;
+  std::vector<std::vector<at::Tensor>> parameter_groups() const;
+  std::vector<at::Tensor> all_parameters() const;
+  void check_arguments(const std::vector<torch::optim::OptimizerParamGroup>& groups) const;
+  void append_group(const torch::optim::OptimizerParamGroup& group);
+  void make_sharding();
+  LocalOptimizerType::Groups local_groups() const;
+  /// Makes the last groups known to the sharding and to the local optimizer.
+  void take_in_groups();
+  void notice_new_groups();
+  void notice_trainability();
+  void prepare_step();
+  /// Lets the sharding cut the share anew, and makes a local optimizer for it with this state.
+  void rebuild_local(const detail::StateSource& source);
+  void take_gradients();
+  std::vector<detail::StatePiece> own_pieces() const;
+  /// Options of all groups, with indices, without state.
+  OptimizerStateDict exposed_groups() const;
+  /// Takes options from `groups` and this rank's share from `source`. Changes nothing if it throws.
+  void load_from(const OptimizerStateDict& groups, const detail::StateSource& source);
+  void copy_options(torch::optim::Optimizer& from, torch::optim::Optimizer& to) const;
+  /// Runs `action`; if it throws, tells the others before passing the exception on.
+  void or_tell_others(const std::function<void()>& action) const;
+
+  // Fixed after construction.
+  const LocalOptimizerType type_;
+  const ZeroOptions options_;
+  const GroupPtr group_;
+  c10::Device default_device_ = at::kCPU;
+
+  std::optional<PartitionCache> partition_;
+  std::unique_ptr<detail::Sharding> sharding_;
+  std::unique_ptr<torch::optim::Optimizer> local_;
+  std::vector<std::vector<const void*>> known_;  // parameters by group, as of the last step
+  std::vector<bool> is_trainable_;               // by index
+  std::optional<OptimizerStateDict> consolidated_;
+};
+
+}  // namespace lockstep

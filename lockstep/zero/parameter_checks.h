@@ -1,0 +1,25 @@
+// What ZeroRedundancyOptimizer refuses in a list of parameters. Local: no rank asks another. Internal to zero.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/agreement.h"
+
+namespace lockstep::detail {
+
+using ParameterGroups = std::vector<std::vector<at::Tensor>>;
+
+/// Throws, naming groups and positions, unless all are defined leaves of one dense dtype and one type of device, each
+/// listed once, and there is at least one. `who` opens the message.
+void check_parameters(const ParameterGroups& groups, const std::string& who);
+
+/// Count, shapes and dtypes, for comparison among ranks.
+Facts facts_of(const ParameterGroups& groups);
+
+/// "torch.FloatTensor"-like text: "dense Float on cpu".
+std::string type_text(const at::Tensor& parameter);
+
+}  // namespace lockstep::detail

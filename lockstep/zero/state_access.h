@@ -1,0 +1,21 @@
+// What of a ZeroOptimizer its savers and loaders may touch. Internal to zero.
+#pragma once
+
+#include "lockstep/zero/optimizer.h"
+
+namespace lockstep::detail {
+
+class StateAccess {
+ public:
+  /// Brings options and groups up to date first.
+  static std::vector<StatePiece> pieces(ZeroOptimizer& optimizer);
+  static std::vector<at::Tensor> parameters(const ZeroOptimizer& optimizer) { return optimizer.all_parameters(); }
+  static OptimizerStateDict groups(const ZeroOptimizer& optimizer) { return optimizer.exposed_groups(); }
+  static std::string who(const ZeroOptimizer& optimizer) { return optimizer.who(); }
+  static void set_consolidated(ZeroOptimizer& optimizer, std::optional<OptimizerStateDict> dict) {
+    optimizer.consolidated_ = std::move(dict);
+  }
+  static void load_from(ZeroOptimizer& optimizer, const OptimizerStateDict& groups, const StateSource& source);
+};
+
+}  // namespace lockstep::detail

@@ -1,0 +1,177 @@
+#include "lockstep/zero/streaming.h"
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/jit/serialization/pickle.h>
+
+#include <random>
+
+#include "lockstep/base/str.h"
+#include "lockstep/comm/failure_notice.h"
+#include "lockstep/comm/objects.h"
+#include "lockstep/zero/state_access.h"
+#include "lockstep/zero/state_files.h"
+
+namespace lockstep {
+namespace {
+
+using detail::StateAccess;
+
+void check_options(const ZeroOptimizer& optimizer, const StreamOptions& options) {
+  const auto size = optimizer.process_group()->getSize();
+  TORCH_CHECK_VALUE(options.to >= 0 && options.to < size, StateAccess::who(optimizer),
+                    ": state cannot be collected on rank ", options.to, " of a group of ", size);
+  TORCH_CHECK_VALUE(options.max_bytes > 0, StateAccess::who(optimizer), ": state cannot be sent in chunks of ",
+                    options.max_bytes, " bytes");
+}
+
+/// The same on all ranks, and another one for every save.
+int64_t agreed_save_id(const GroupPtr& group) {
+  const auto id =
+      broadcast_object(str(std::random_device()() & 0x7fffffffU, std::random_device()() & 0x7fffffffU), 0, group);
+  return static_cast<int64_t>(std::hash<std::string>()(id) >> 1U);
+}
+
+/// What every rank says, in rank order. If `work` throws on some rank, all ranks throw what it threw.
+std::vector<std::string> say_or_throw_together(const GroupPtr& group, const std::function<std::string()>& work) {
+  std::string said;
+  try {
+    said = "1" + work();
+  } catch (const std::exception& error) {
+    said = str("0rank ", group->getRank(), ": ", error.what());
+  }
+  auto all = all_gather_object(said, group);
+  for (auto& each : all) {
+    TORCH_CHECK(each.at(0) == '1', "[lockstep/zero] state was not saved. ", each.substr(1, each.find('\n') - 1));
+    each.erase(0, 1);
+  }
+  return all;
+}
+
+std::string packed(const std::vector<detail::PlacedPiece>& placed) {
+  const auto bytes = torch::jit::pickle_save(detail::to_ivalue(placed));
+  return {bytes.begin(), bytes.end()};
+}
+
+detail::StateIndex index_of(const ZeroOptimizer& optimizer, int64_t save_id) {
+  detail::StateIndex index{.save_id = save_id, .groups = StateAccess::groups(optimizer)};
+  for (const auto& parameter : StateAccess::parameters(optimizer)) {
+    index.sizes.push_back(parameter.sizes().vec());
+    index.strides.push_back(parameter.strides().vec());
+  }
+  return index;
+}
+
+/// Writes the index on `writer` once all parts are there.
+void write_index_together(const ZeroOptimizer& optimizer, const std::string& path, int writer, int64_t save_id,
+                          const std::vector<std::string>& placed) {
+  const auto& group = optimizer.process_group();
+  say_or_throw_together(group, [&] {
+    if (group->getRank() != writer) return std::string();
+    auto index = index_of(optimizer, save_id);
+    for (const auto& bytes : placed) {
+      if (bytes.empty()) continue;
+      auto pieces = detail::placed_from(torch::jit::pickle_load({bytes.begin(), bytes.end()}));
+      index.pieces.insert(index.pieces.end(), std::make_move_iterator(pieces.begin()),
+                          std::make_move_iterator(pieces.end()));
+    }
+    detail::write_index(path, index);
+    return std::string();
+  });
+}
+
+}  // namespace
+
+namespace detail {
+
+std::vector<StatePiece> StateAccess::pieces(ZeroOptimizer& optimizer) {
+  optimizer.notice_new_groups();
+  optimizer.copy_options(optimizer, *optimizer.local_);
+  return optimizer.own_pieces();
+}
+
+void StateAccess::load_from(ZeroOptimizer& optimizer, const OptimizerStateDict& groups, const StateSource& source) {
+  optimizer.load_from(groups, source);
+}
+
+}  // namespace detail
+
+void consolidate_in_chunks(ZeroOptimizer& optimizer, const StreamOptions& options) {
+  check_options(optimizer, options);
+  const auto pieces = StateAccess::pieces(optimizer);
+  const auto parameters = StateAccess::parameters(optimizer);
+  StateAccess::set_consolidated(optimizer, std::nullopt);
+  auto dict = StateAccess::groups(optimizer);
+  const auto take = [&](const detail::StatePiece& piece, const std::string& name, int64_t begin,
+                        const at::Tensor& bytes) {
+    const auto place = detail::place_for(dict, piece, name, parameters[piece.index]);
+    if (place.defined()) place.narrow(0, begin, bytes.numel()).copy_(bytes);
+  };
+  try {
+    detail::stream_pieces(pieces, options.to, options.max_bytes, optimizer.process_group(), optimizer.join_device(),
+                          take);
+  } catch (...) {
+    announce_failure(optimizer.process_group(), std::current_exception());
+    throw;
+  }
+  if (optimizer.process_group()->getRank() == options.to) StateAccess::set_consolidated(optimizer, std::move(dict));
+}
+
+void save_in_chunks(ZeroOptimizer& optimizer, const std::string& path, const StreamOptions& options) {
+  check_options(optimizer, options);
+  const auto pieces = StateAccess::pieces(optimizer);
+  const auto& group = optimizer.process_group();
+  const auto save_id = agreed_save_id(group);
+  // A full disk must not keep this rank from taking part until the end.
+  std::optional<detail::PartWriter> writer;
+  std::exception_ptr problem;
+  const auto attempt = [&](const std::function<void()>& action) {
+    try {
+      if (!problem) action();
+    } catch (...) {
+      problem = std::current_exception();
+    }
+  };
+  if (group->getRank() == options.to) attempt([&] { writer.emplace(path, 0, save_id); });
+  detail::stream_pieces(pieces, options.to, options.max_bytes, group, optimizer.join_device(),
+                        [&](const auto&... chunk) { attempt([&] { writer->take(chunk...); }); });
+  const auto placed = say_or_throw_together(group, [&] {
+    if (problem) std::rethrow_exception(problem);
+    return writer ? packed(writer->finish()) : std::string();
+  });
+  write_index_together(optimizer, path, options.to, save_id, placed);
+}
+
+void save_sharded(ZeroOptimizer& optimizer, const std::string& path) {
+  const auto pieces = StateAccess::pieces(optimizer);
+  const auto& group = optimizer.process_group();
+  const auto save_id = agreed_save_id(group);
+  const auto placed = say_or_throw_together(group, [&] {
+    detail::PartWriter writer(path, group->getRank(), save_id);
+    for (const auto& piece : pieces) {
+      const auto description = detail::described(piece);
+      writer.take(description, "", 0, {});
+      for (const auto& [name, value] : piece.values) {
+        if (value.isTensor()) writer.take(description, name, 0, detail::bytes_of_state(value.toTensor()));
+      }
+    }
+    return packed(writer.finish());
+  });
+  write_index_together(optimizer, path, 0, save_id, placed);
+}
+
+void load_sharded(ZeroOptimizer& optimizer, const std::string& path) {
+  const auto index = detail::read_index(path);
+  const auto parameters = StateAccess::parameters(optimizer);
+  const auto groups = StateAccess::groups(optimizer);
+  std::vector<std::size_t> sizes;
+  for (const auto& group : groups.param_groups) sizes.push_back(group.params.size());
+  check_fits(index.groups, sizes, StateAccess::who(optimizer));
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    TORCH_CHECK_VALUE(parameters[i].sizes() == at::IntArrayRef(index.sizes[i]), StateAccess::who(optimizer),
+                      ": parameter ", i, " has sizes ", parameters[i].sizes(), ", the saved one ",
+                      at::IntArrayRef(index.sizes[i]));
+  }
+  StateAccess::load_from(optimizer, index.groups, detail::source_of(path, index, parameters));
+}
+
+}  // namespace lockstep

@@ -1,0 +1,110 @@
+#include "lockstep/zero/whole_parameters.h"
+
+namespace lockstep::detail {
+namespace {
+
+/// Copies where the parameter is and, if they have its sizes, laid out like it: fused kernels want that.
+NamedValues placed_beside(const at::Tensor& parameter, const NamedValues& values) {
+  auto copies = copied_to(values, parameter.device());
+  for (auto& [name, value] : copies) {
+    if (!value.isTensor()) continue;
+    const auto& tensor = value.toTensor();
+    if (tensor.dim() == 0 && parameter.dim() > 0) {
+      // Counters such as a step are read by the host in every step.
+      value = tensor.cpu();
+    } else if (tensor.sizes() == parameter.sizes() && tensor.strides() != parameter.strides()) {
+      value = unflattened_like(flattened_like(tensor, parameter), parameter);
+    }
+  }
+  return copies;
+}
+
+}  // namespace
+
+WholeParameters::WholeParameters(PartitionCache& partition, bool as_bucket_view, GroupPtr group)
+    : group_(std::move(group)) {
+  const auto& groups = partition.partition();
+  for (const auto& each : groups[group_->getRank()]) {
+    auto& shares = own_.emplace_back();
+    for (const auto& parameter : each.params()) {
+      shares.push_back({partition.param_to_index().at(parameter.unsafeGetTensorImpl()), parameter});
+    }
+  }
+  if (as_bucket_view) {
+    device_parameters_ = partition.device_to_params_per_rank();
+    views_.emplace(device_parameters_, group_);
+    return;
+  }
+  std::vector<std::vector<at::Tensor>> per_rank;
+  for (const auto& of_rank : groups) {
+    auto& parameters = per_rank.emplace_back();
+    for (const auto& each : of_rank) parameters.insert(parameters.end(), each.params().begin(), each.params().end());
+  }
+  sync_.emplace(per_rank, group_);
+}
+
+std::vector<std::vector<at::Tensor>> WholeParameters::local_parameters() const {
+  std::vector<std::vector<at::Tensor>> groups;
+  for (const auto& group : own_) {
+    auto& parameters = groups.emplace_back();
+    for (const auto& share : group) parameters.push_back(share.parameter);
+  }
+  return groups;
+}
+
+void WholeParameters::on_trainability_change() {
+  if (views_) views_.emplace(device_parameters_, group_);
+}
+
+std::vector<at::Tensor> WholeParameters::own_gradients() const {
+  std::vector<at::Tensor> gradients;
+  for (const auto& group : own_) {
+    for (const auto& share : group) {
+      if (const auto& gradient = share.parameter.grad(); gradient.defined()) gradients.push_back(gradient);
+    }
+  }
+  return gradients;
+}
+
+void WholeParameters::sync() {
+  views_ ? views_->sync(group_) : sync_->sync();
+}
+
+std::vector<StatePiece> WholeParameters::pieces(const torch::optim::Optimizer& local) const {
+  auto dict = state_dict_of(local);
+  std::vector<StatePiece> pieces;
+  int64_t position = 0;
+  for (const auto& group : own_) {
+    for (const auto& share : group) {
+      if (const auto found = dict.state.find(position++); found != dict.state.end()) {
+        pieces.push_back({.index = share.index,
+                          .elements = {0, share.parameter.numel()},
+                          .is_whole = true,
+                          .values = std::move(found->second)});
+      }
+    }
+  }
+  return pieces;
+}
+
+OptimizerStateDict WholeParameters::load(const StateSource& source) {
+  OptimizerStateDict dict;
+  int64_t position = 0;
+  for (const auto& group : own_) {
+    auto& into = dict.param_groups.emplace_back();
+    for (const auto& [index, parameter] : group) {
+      into.params.push_back(position);
+      if (const auto values = source(index, {0, parameter.numel()}, true)) {
+        dict.state.emplace(position, placed_beside(parameter, *values));
+      }
+      ++position;
+    }
+  }
+  return dict;
+}
+
+ShardingBytes WholeParameters::bytes() const {
+  return {.buckets = views_ ? views_->bytes() : 0, .temporaries = sync_ ? sync_->bytes() : 0};
+}
+
+}  // namespace lockstep::detail

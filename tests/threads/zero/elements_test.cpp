@@ -1,0 +1,154 @@
+// Division by elements: equal slices, whatever the sizes of parameters are.
+#include "lockstep/testing/recorder.h"
+#include "tests/zero_fixtures.h"
+
+namespace lockstep {
+namespace {
+
+using namespace zero_fixtures;
+using testing::expect_error;
+using testing::Recorder;
+using torch::optim::Adam;
+using Zero = ZeroRedundancyOptimizer<Adam>;
+
+ZeroOptions elements(const World& world) {
+  return {.process_group = world.group(), .partition = ZeroPartition::kElements};
+}
+
+int64_t local_elements(Zero& optimizer) {
+  int64_t count = 0;
+  for (const auto& group : optimizer.local_optimizer().param_groups()) {
+    for (const auto& parameter : group.params()) count += parameter.numel();
+  }
+  return count;
+}
+
+// ZERO-66, ZERO-74
+TEST(ZeroElements, AreDividedEvenlyEvenIfOneParameterIsHuge) {
+  on_ranks([](const World& world) {
+    const auto parameters = parameters_of({{3}, {1000, 41}, {7}, {2, 2}});
+    const auto expected = copies_of(parameters);
+    Zero optimizer(parameters, {}, elements(world));
+    Adam plain(expected);
+    for (int step = 0; step < 3; ++step) {
+      set_gradients(parameters, step);
+      set_gradients(expected, step);
+      const Recorder recorder;
+      optimizer.step();
+      plain.step();
+      expect_same(parameters, expected);
+      EXPECT_EQ(recorder.events("launch").size(), world.world_size() == 1 ? 0U : 1U) << "one all-gather";
+    }
+    constexpr int64_t kTotal = 3 + 41000 + 7 + 4;
+    constexpr int64_t kAlignment = 64 / sizeof(float);
+    const auto mean = (kTotal + world.world_size() - 1) / world.world_size();
+    EXPECT_LE(local_elements(optimizer), mean + kAlignment - 1);
+    EXPECT_EQ(optimizer.local_optimizer().param_groups()[0].params().size(), 1U) << "one run";
+    const auto report = optimizer.memory_report();
+    EXPECT_EQ(report.parameters, kTotal * 4);
+    EXPECT_LE(report.state, 2 * 4 * (mean + kAlignment - 1));
+    EXPECT_LE(report.temporaries, 4 * (mean + kAlignment - 1));
+    EXPECT_GE(report.buckets, kTotal * 4);
+  });
+}
+
+// ZERO-66
+TEST(ZeroElements, SeeGradientsWhereverTheyLie) {
+  on_ranks([](const World& world) {
+    const auto parameters = parameters_of({{6, 50}, {300, 300}, {5}, {500, 900}, {3}});
+    const auto expected = copies_of(parameters);
+    Zero optimizer(parameters, {}, elements(world));
+    Adam plain(expected);
+    for (int step = 0; step < 3; ++step) {
+      set_gradients(expected, step);
+      for (std::size_t i = 0; i < parameters.size(); ++i) {
+        // Laid out otherwise than the parameter, and expanded.
+        auto gradient = expected[i].grad().clone();
+        if (gradient.dim() == 2 && i < 2) gradient = gradient.t().contiguous().t();
+        if (i == 2) {
+          gradient = at::full({}, 0.5).expand({5});
+          expected[i].mutable_grad() = gradient.clone();
+        }
+        parameters[i].mutable_grad() = gradient;
+      }
+      optimizer.step();
+      plain.step();
+      expect_same(parameters, expected);
+    }
+  });
+}
+
+// ZERO-66
+TEST(ZeroElements, KeepNoGradientBeyondTheStep) {
+  on_ranks([](const World& world) {
+    const auto parameters = parameters_of({{600, 300}});
+    Zero optimizer(parameters, {}, elements(world));
+    set_gradients(parameters, 1);
+    const auto gradient = parameters[0].grad();
+    optimizer.step();
+    optimizer.zero_grad();
+    EXPECT_EQ(gradient.storage().use_count(), 1U);
+  });
+}
+
+// ZERO-66
+TEST(ZeroElements, AreCutOnlyWhereStateDiffers) {
+  on_ranks(
+      [](const World& world) {
+        const auto parameters = parameters_of({{40}, {40}, {40}, {40}});
+        Zero optimizer(parameters, {}, elements(world));
+        const auto runs = [&] { return optimizer.local_optimizer().param_groups()[0].params().size(); };
+        set_gradients(parameters, 1);
+        optimizer.step();
+        EXPECT_EQ(runs(), 1U);
+        parameters[1].mutable_grad() = at::Tensor();
+        optimizer.step();
+        EXPECT_LE(runs(), 3U);
+        EXPECT_GE(runs(), world.rank() == 0 ? 2U : 1U);
+        // Loading state that is the same throughout makes them one again.
+        set_gradients(parameters, 1);
+        optimizer.consolidate_state_dict();
+        OptimizerStateDict dict;
+        dict.param_groups = {{.params = {0, 1, 2, 3}}};
+        optimizer.load_state_dict(dict);
+        EXPECT_EQ(runs(), 1U);
+        optimizer.step();
+      },
+      {1, 2, 3});
+}
+
+// ZERO-66
+TEST(ZeroElements, RefuseSparseGradientsOnTheRankThatHasThem) {
+  const auto refused = [](const World& world) {
+    const auto parameters = parameters_of({{4, 3}});
+    Zero optimizer(parameters, {}, elements(world));
+    parameters[0].mutable_grad() = at::ones({4, 3}).to_sparse();
+    expect_error([&] { optimizer.step(); }, {"gradient of parameter 0 is sparse", "kParameters"});
+    EXPECT_EQ(world.world_size(), 1);
+  };
+  on_ranks(refused, {1});
+}
+
+// ZERO-66
+TEST(ZeroElements, KeepDoublesAndHalves) {
+  on_ranks([](const World& world) {
+    for (const auto dtype : {at::kDouble, at::kBFloat16}) {
+      std::vector<at::Tensor> parameters;
+      for (const auto& each : parameters_of({{9, 5}, {11}}))
+        parameters.push_back(each.detach().to(dtype).requires_grad_());
+      const auto expected = copies_of(parameters);
+      Zero optimizer(parameters, {}, elements(world));
+      Adam plain(expected);
+      for (int step = 0; step < 3; ++step) {
+        set_gradients(parameters, step);
+        set_gradients(expected, step);
+        optimizer.step();
+        plain.step();
+        expect_same(parameters, expected);
+      }
+    }
+  });
+}
+
+}  // namespace
+}  // namespace lockstep

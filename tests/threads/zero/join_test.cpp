@@ -1,0 +1,206 @@
+// Join scopes with a ZeroRedundancyOptimizer in them.
+#include <torch/optim/schedulers/step_lr.h>
+
+#include "lockstep/join/join.h"
+#include "lockstep/testing/recorder.h"
+#include "tests/ddp_models.h"
+#include "tests/join_fixtures.h"
+#include "tests/zero_fixtures.h"
+
+namespace lockstep {
+namespace {
+
+using namespace zero_fixtures;
+using join_fixtures::AllReducer;
+using testing::expect_error;
+using torch::optim::SGD;
+using torch::optim::SGDOptions;
+using Zero = ZeroRedundancyOptimizer<SGD>;
+
+/// Sets the gradients an iteration shall have, on live ranks and on joined ones.
+class Replay : public Joinable {
+ public:
+  Replay(const std::vector<at::Tensor>& parameters, GroupPtr group)
+      : parameters_(parameters), group_(std::move(group)) {}
+
+  void operator()() {
+    Join::notify(*this);
+    set();
+  }
+  void rewind() { next_ = 0; }
+
+  std::unique_ptr<JoinHook> join_hook(const JoinOptions&) override {
+    struct Hook : JoinHook {
+      explicit Hook(Replay& owner) : owner(owner) {}
+      void main_hook() override { owner.set(); }
+      Replay& owner;
+    };
+    return std::make_unique<Hook>(*this);
+  }
+  c10::Device join_device() const override { return at::kCPU; }
+  GroupPtr join_process_group() const override { return group_; }
+  std::string join_name() const override { return "replay"; }
+
+ private:
+  void set() { set_gradients(parameters_, next_++); }
+
+  const std::vector<at::Tensor>& parameters_;
+  const GroupPtr group_;
+  uint64_t next_ = 0;
+};
+
+// JOIN-44, JOIN-45
+TEST(ZeroJoin, StepsOnJoinedRanksFromTheGradientsThatAreThere) {
+  on_ranks([](const World& world) {
+    for (const auto& [name, zero] : ways(world.group())) {
+      const auto parameters = parameters_of({{4, 3}, {5}, {6}});
+      const auto expected = copies_of(parameters);
+      SGD plain(expected, SGDOptions(0.1).momentum(0.9));
+      Zero optimizer(parameters, SGDOptions(0.1).momentum(0.9), zero);
+      Replay replay(parameters, world.group());
+      EXPECT_EQ(optimizer.join_process_group(), world.group());
+      EXPECT_EQ(optimizer.join_device(), c10::Device(at::kCPU));
+      const int longest = 3 + world.world_size() - 1;
+      for (int epoch = 0; epoch < 2; ++epoch) {
+        replay.rewind();
+        std::vector<std::vector<at::Tensor>> wanted;
+        for (int i = 0; i < longest; ++i) {
+          set_gradients(expected, i);
+          plain.step();
+          wanted.push_back(copies_of(expected));
+        }
+        const auto report = Join({&replay, &optimizer}).run([&] {
+          for (int i = 0; i < 3 + world.rank(); ++i) {
+            replay();
+            optimizer.step();
+            expect_same(parameters, wanted[i], name);
+          }
+        });
+        EXPECT_EQ(report.mirrored_iterations, world.world_size() - 1 - world.rank());
+        expect_same(parameters, expected, name);
+      }
+    }
+  });
+}
+
+// JOIN-46
+TEST(ZeroJoin, WorksAloneAndAsTheFirst) {
+  on_ranks([](const World& world) {
+    for (const auto& [name, zero] : ways(world.group())) {
+      const auto parameters = parameters_of({{4, 3}, {5}, {6}});
+      const auto expected = copies_of(parameters);
+      SGD plain(expected, 0.1);
+      Zero optimizer(parameters, {0.1}, zero);
+      AllReducer reducer(world.group());
+      set_gradients(parameters, 1);
+      set_gradients(expected, 1);
+      Join({&optimizer}).run([&] {
+        for (int i = 0; i < 2 + world.rank(); ++i) optimizer.step();
+      });
+      Join({&optimizer, &reducer}).run([&] {
+        for (int i = 0; i < 2 + world.rank(); ++i) {
+          optimizer.step();
+          reducer();
+        }
+      });
+      for (int i = 0; i < 2 * (2 + world.world_size() - 1); ++i) plain.step();
+      expect_same(parameters, expected, name);
+    }
+  });
+}
+
+// JOIN-46
+TEST(ZeroJoin, TakesNoControlMessageWhileItMirrors) {
+  on_ranks(
+      [](const World& world) {
+        const auto parameters = parameters_of({{4, 3}, {5}, {6}});
+        Zero optimizer(parameters, {0.1}, world.group());
+        set_gradients(parameters, 1);
+        const testing::Recorder recorder;
+        Join({&optimizer}).run([&] {
+          for (int i = 0; i < 2 + world.rank(); ++i) optimizer.step();
+        });
+        // Every iteration: its message and one all-gather; and the message that finds nobody live.
+        const auto iterations = static_cast<std::size_t>(2 + world.world_size() - 1);
+        EXPECT_EQ(recorder.events("launch").size(), 2 * iterations + 1);
+      },
+      {2, 3});
+}
+
+// JOIN-44
+TEST(ZeroJoin, MustComeAfterDdpInAList) {
+  on_ranks(
+      [](const World& world) {
+        const auto parameters = parameters_of({{4, 3}});
+        Zero optimizer(parameters, {0.1}, world.group());
+        AllReducer like_ddp(world.group(), "ddp");
+        like_ddp.phase = JoinPhase::kGradients;
+        expect_error([&] { Join({&optimizer, &like_ddp}); }, {"'zero'", "'ddp'"});
+        Join({&like_ddp, &optimizer}).run([] {});
+      },
+      {2});
+}
+
+// JOIN-44
+TEST(ZeroJoin, FollowsAScheduleOnJoinedRanksIfAskedTo) {
+  on_ranks(
+      [](const World& world) {
+        const auto parameters = parameters_of({{4, 3}, {5}, {6}});
+        const auto expected = copies_of(parameters);
+        SGD plain(expected, 0.4);
+        torch::optim::StepLR plain_schedule(plain, 1, 0.5);
+        Zero optimizer(parameters, {0.4}, world.group());
+        torch::optim::StepLR schedule(optimizer, 1, 0.5);
+        set_gradients(parameters, 1);
+        set_gradients(expected, 1);
+        Join({&optimizer}, {.on_mirrored_step = [&] { schedule.step(); }}).run([&] {
+          for (int i = 0; i < 2 + world.rank(); ++i) {
+            optimizer.step();
+            schedule.step();
+          }
+        });
+        for (int i = 0; i < 2 + world.world_size() - 1; ++i) {
+          plain.step();
+          plain_schedule.step();
+        }
+        expect_same(parameters, expected);
+      },
+      {2, 3});
+}
+
+struct TwoNumbersImpl : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& input) { return (one + two) * input; }
+  at::Tensor one = register_parameter("one", at::ones({1}));
+  at::Tensor two = register_parameter("two", at::ones({1}));
+};
+TORCH_MODULE(TwoNumbers);
+
+// JOIN-47
+TEST(ZeroJoin, UsesTheGradientsThatDdpReducedWithoutThisRank) {
+  on_ranks(
+      [](const World& world) {
+        for (const auto& [name, zero] : ways(world.group())) {
+          for (const bool as_view : {false, true}) {
+            TwoNumbers model;
+            DistributedDataParallel ddp(model,
+                                        DdpOptions{.process_group = world.group(), .gradient_as_bucket_view = as_view});
+            Zero optimizer(model->parameters(), {0.1}, zero);
+            const std::vector<double> inputs =
+                world.rank() == 0 ? std::vector<double>{1} : std::vector<double>{1, 10, 100};
+            Join({&ddp, &optimizer}).run([&] {
+              for (const auto input : inputs) {
+                optimizer.zero_grad();
+                ddp(at::full({1}, input)).sum().backward();
+                optimizer.step();
+              }
+            });
+            EXPECT_FLOAT_EQ(model->one.item<float>(), -4.6F) << name;
+            EXPECT_FLOAT_EQ(model->two.item<float>(), -4.6F) << name;
+          }
+        }
+      },
+      {2});
+}
+
+}  // namespace
+}  // namespace lockstep

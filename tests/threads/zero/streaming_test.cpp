@@ -1,0 +1,267 @@
+// State in chunks and in files.
+#include "lockstep/zero/streaming.h"
+
+#include <fstream>
+
+#include "lockstep/base/str.h"
+#include "lockstep/comm/barrier.h"
+#include "lockstep/comm/objects.h"
+#include "lockstep/testing/memory_probe.h"
+#include "lockstep/testing/recorder.h"
+#include "lockstep/testing/temp_dir.h"
+#include "tests/zero_fixtures.h"
+
+namespace lockstep {
+namespace {
+
+using namespace zero_fixtures;
+using testing::expect_error;
+using testing::Recorder;
+using testing::TempDir;
+using torch::optim::Adam;
+using Zero = ZeroRedundancyOptimizer<Adam>;
+
+const std::vector<std::vector<int64_t>> kShapes = {{7, 5}, {5}, {3, 4, 2}, {1}, {}, {0}, {13}};
+
+template <class Optimizer>
+void train(Optimizer& optimizer, const std::vector<at::Tensor>& parameters, int steps, int first = 0) {
+  for (int step = 0; step < steps; ++step) {
+    set_gradients(parameters, first + step);
+    optimizer.step();
+  }
+}
+
+// ZERO-69
+TEST(ZeroStreaming, CollectsWhatConsolidationDoes) {
+  on_ranks(
+      [](const World& world) {
+        for (const auto& [name, zero] : ways(world.group())) {
+          const auto parameters = parameters_of(kShapes);
+          Zero optimizer(parameters, {}, zero);
+          train(optimizer, parameters, 2);
+          for (const int64_t max_bytes : {3, 16, 1 << 20}) {
+            const int to = world.world_size() - 1;
+            optimizer.consolidate_state_dict(to);
+            std::optional<OptimizerStateDict> expected;
+            if (world.rank() == to) expected = optimizer.state_dict();
+            consolidate_in_chunks(optimizer, {.to = to, .max_bytes = max_bytes});
+            if (expected) {
+              expect_same_state(optimizer.state_dict(), *expected);
+            } else {
+              expect_error([&] { optimizer.state_dict(); }, {"not consolidated"});
+            }
+          }
+        }
+      },
+      {1, 2, 3});
+}
+
+// ZERO-69
+TEST(ZeroStreaming, HoldsNoMoreThanTheBoundOnAnyRank) {
+  on_ranks(
+      [](const World& world) {
+        for (const auto& [name, zero] : ways(world.group())) {
+          const TempDir folder;
+          const auto path = broadcast_object(folder.file("state"), 0, world.group());
+          const auto parameters = parameters_of({{512, 300}, {700}, {400, 400}, {400, 100}});
+          Zero optimizer(parameters, {}, zero);
+          train(optimizer, parameters, 1);
+          constexpr int64_t kBound = 64 << 10;
+          // What there is and where, some of which other threads free.
+          constexpr int64_t kDescriptions = 16 << 10;
+          const auto state_bytes = 2 * optimizer.memory_report().parameters;
+          {
+            const Recorder recorder;
+            const testing::MemoryProbe probe;
+            consolidate_in_chunks(optimizer, {.to = 0, .max_bytes = kBound});
+            const auto result = world.rank() == 0 ? state_bytes : 0;
+            EXPECT_LE(probe.total().peak_bytes, kBound + kDescriptions + result) << name;
+            for (const auto& event : recorder.events("launch"))
+              EXPECT_LE(event.bytes, static_cast<std::size_t>(kBound));
+          }
+          {
+            const testing::MemoryProbe probe;
+            save_in_chunks(optimizer, path, {.to = 0, .max_bytes = kBound});
+            EXPECT_LE(probe.total().peak_bytes, kBound + kDescriptions)
+                << name << ": the rank that writes has no more either";
+          }
+          {
+            const testing::MemoryProbe probe;
+            save_sharded(optimizer, path);
+            EXPECT_LE(probe.total().peak_bytes, kBound + kDescriptions) << name;
+          }
+          barrier(world.group());
+        }
+      },
+      {2, 3}, {"threads", "gloo"});
+}
+
+// ZERO-69
+TEST(ZeroStreaming, RefusesBoundsAndRanksThatMakeNoSense) {
+  on_ranks(
+      [](const World& world) {
+        const auto parameters = parameters_of(kShapes);
+        Zero optimizer(parameters, {}, world.group());
+        expect_error([&] { consolidate_in_chunks(optimizer, {.max_bytes = 0}); }, {"chunks of 0 bytes"});
+        expect_error([&] { consolidate_in_chunks(optimizer, {.to = 2}); }, {"rank 2 of a group of 2"});
+        expect_error([&] { save_in_chunks(optimizer, "unused", {.to = -1}); }, {"rank -1 of a group of 2"});
+      },
+      {2});
+}
+
+struct Saved {
+  std::vector<at::Tensor> values;
+  std::vector<at::Tensor> after;  // two steps later
+};
+
+/// Trains, saves under `path`, and says how training would have gone on.
+Saved save(int world_size, std::size_t way, const std::string& path, bool in_chunks) {
+  Saved result;
+  testing::run_threads_in_gtest({.world_size = world_size}, [&](const World& world) {
+    const auto parameters = parameters_of(kShapes);
+    Zero optimizer(parameters, {0.25}, ways(world.group())[way].second);
+    train(optimizer, parameters, 3);
+    in_chunks ? save_in_chunks(optimizer, path, {.to = world_size - 1, .max_bytes = 20})
+              : save_sharded(optimizer, path);
+    const auto values = copies_of(parameters);
+    train(optimizer, parameters, 2, 3);
+    if (world.rank() == 0) result = {values, copies_of(parameters)};
+  });
+  return result;
+}
+
+// ZERO-70, ZERO-69
+TEST(ZeroStreaming, FilesLoadAtAnyNumberOfRanksAndUnderAnyDivision) {
+  for (const bool in_chunks : {false, true}) {
+    for (const std::size_t from_way : {0, 1, 2}) {
+      const TempDir folder;
+      const auto path = folder.file("state");
+      const auto saved = save(4, from_way, path, in_chunks);
+      for (const int world_size : {1, 2, 3, 4}) {
+        testing::run_threads_in_gtest({.world_size = world_size}, [&](const World& world) {
+          for (const auto& [name, zero] : ways(world.group())) {
+            const auto parameters = copies_of(saved.values);
+            Zero optimizer(parameters, {}, zero);
+            const Recorder recorder;
+            load_sharded(optimizer, path);
+            EXPECT_TRUE(recorder.events().empty());
+            EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 0.25);
+            train(optimizer, parameters, 2, 3);
+            expect_same(parameters, saved.after, str(name, ", saved by way ", from_way));
+          }
+        });
+      }
+    }
+  }
+}
+
+// ZERO-70
+TEST(ZeroStreaming, FilesKnowInWhichOrderMemoryLay) {
+  const TempDir folder;
+  const auto path = folder.file("state");
+  const auto made = [](bool has_channels_last) {
+    auto parameter = parameters_of({{4, 3, 2, 2}})[0].detach();
+    if (has_channels_last) parameter = parameter.contiguous(at::MemoryFormat::ChannelsLast);
+    return std::vector<at::Tensor>{parameter.requires_grad_()};
+  };
+  for (const std::size_t from_way : {0, 2}) {
+    testing::run_threads_in_gtest({.world_size = 2}, [&](const World& world) {
+      const auto parameters = made(true);
+      Zero optimizer(parameters, {}, ways(world.group())[from_way].second);
+      train(optimizer, parameters, 2);
+      save_sharded(optimizer, path);
+      const auto values = copies_of(parameters);
+      train(optimizer, parameters, 2, 2);
+      for (const auto& [name, zero] : ways(world.group())) {
+        const auto others = made(false);
+        others[0].detach().copy_(values[0]);
+        Zero other(others, {}, zero);
+        load_sharded(other, path);
+        train(other, others, 2, 2);
+        expect_same(others, parameters, name);
+      }
+    });
+  }
+}
+
+// ZERO-70
+TEST(ZeroStreaming, FilesThatAreMissingDamagedOrForeignAreRefused) {
+  on_ranks(
+      [](const World& world) {
+        const TempDir folder;
+        const auto path = broadcast_object(folder.file("state"), 0, world.group());
+        const auto parameters = parameters_of(kShapes);
+        for (const auto& [name, zero] : ways(world.group())) {
+          Zero optimizer(parameters, {}, zero);
+          train(optimizer, parameters, 1);
+          const auto state = [&] {
+            optimizer.consolidate_state_dict();
+            return world.rank() == 0 ? optimizer.state_dict() : OptimizerStateDict();
+          };
+          const auto before = state();
+          const auto refuses = [&](const std::string& file, const std::vector<std::string>& words) {
+            barrier(world.group());
+            expect_error([&] { load_sharded(optimizer, file); }, words);
+            expect_same_state(state(), before);
+            barrier(world.group());
+          };
+          refuses(path + ".nowhere", {"cannot read", ".nowhere"});
+          save_sharded(optimizer, path);
+          load_sharded(optimizer, path);
+          const auto as_rank_0 = [&](const std::function<void()>& action) {
+            barrier(world.group());
+            if (world.rank() == 0) action();
+            barrier(world.group());
+          };
+          as_rank_0([&] { std::ofstream(path + ".odd") << "no index"; });
+          refuses(path + ".odd", {"is no index of saved optimizer state"});
+
+          // A save to a folder that is not there fails on all ranks alike, and leaves the old one usable.
+          expect_error([&] { save_sharded(optimizer, path + ".d/state"); }, {"rank 0", "cannot write", "No such file"});
+          expect_error([&] { save_in_chunks(optimizer, path + ".d/state"); },
+                       {"rank 0", "cannot write", "No such file"});
+          load_sharded(optimizer, path);
+
+          // Parts of another save.
+          save_sharded(optimizer, path + "2");
+          as_rank_0([&] {
+            for (int rank = 0; rank < world.world_size(); ++rank) {
+              std::ifstream in(str(path, "2.part", rank), std::ios::binary);
+              std::ofstream(str(path, ".part", rank), std::ios::binary) << in.rdbuf();
+            }
+          });
+          refuses(path, {".part", "belongs to another save"});
+          save_sharded(optimizer, path);
+          const auto other_parameters = parameters_of({{7, 5}, {5}, {3, 4, 2}, {1}, {}, {0}, {14}});
+          Zero other(other_parameters, {}, zero);
+          expect_error([&] { load_sharded(other, path); }, {"parameter 6 has sizes [14], the saved one [13]"});
+          Zero fewer({other_parameters[0]}, {}, zero);
+          expect_error([&] { load_sharded(fewer, path); }, {"1 parameters in group 0 was given the state of 7"});
+          barrier(world.group());
+        }
+      },
+      {2});
+}
+
+// ZERO-70
+TEST(ZeroStreaming, PartsThatEndTooEarlyAreRefused) {
+  const TempDir folder;
+  const auto path = folder.file("state");
+  testing::run_threads_in_gtest({.world_size = 1}, [&](const World& world) {
+    const auto parameters = parameters_of(kShapes);
+    Zero optimizer(parameters, {}, world.group());
+    train(optimizer, parameters, 1);
+    save_sharded(optimizer, path);
+    std::string bytes;
+    {
+      std::ifstream in(path + ".part0", std::ios::binary);
+      bytes.assign(std::istreambuf_iterator<char>(in), {});
+    }
+    std::ofstream(path + ".part0", std::ios::binary) << bytes.substr(0, bytes.size() - 1);
+    expect_error([&] { load_sharded(optimizer, path); }, {"state.part0", "ends before byte"});
+    EXPECT_EQ(optimizer.local_optimizer().state().size(), kShapes.size()) << "what it had is still there";
+  });
+}
+
+}  // namespace
+}  // namespace lockstep
