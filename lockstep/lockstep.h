@@ -24,6 +24,8 @@
 #include "lockstep/optim/optimizers.h"
 #include "lockstep/zero/objects.h"
 #include "lockstep/zero/overflow.h"
+#include "lockstep/zero/overlap_hooks.h"
+#include "lockstep/zero/overlap_info.h"
 #include "lockstep/zero/python_state.h"
 #include "lockstep/zero/streaming.h"
 #include "lockstep/zero/zero_redundancy_optimizer.h"

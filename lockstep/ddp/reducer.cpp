@@ -321,13 +321,13 @@ void Reducer::finalize_backward() {
       if (future->hasError()) std::rethrow_exception(future->exception_ptr());
     }
     used_.finish();
+    if (on_finish_) on_finish_();
   } catch (const std::exception& error) {
     forget_reduction();
     if (on_error_) on_error_(error.what());
     throw;
   }
   if (searches_unused()) used_.clear();
-  if (on_finish_) on_finish_();
   forget_reduction();
   times_.record(Mark::kBackwardCommEnd);
 }

@@ -5,6 +5,7 @@
 #include "lockstep/base/str.h"
 #include "lockstep/zero/objects.h"
 #include "lockstep/zero/optimizer.h"
+#include "lockstep/zero/overlap.h"
 #include "lockstep/zero/sharding.h"
 
 namespace lockstep {
@@ -21,8 +22,7 @@ std::vector<std::size_t> sizes_of(const std::vector<std::vector<at::Tensor>>& gr
 void ZeroOptimizer::consolidate_state_dict(int to) {
   TORCH_CHECK_VALUE(to >= 0 && to < group_->getSize(), who(), ": state cannot be consolidated to rank ", to,
                     " of a group of ", group_->getSize());
-  notice_new_groups();
-  copy_options(*this, *local_);
+  prepare_for_state("consolidation");
   consolidated_.reset();
   const auto pieces = own_pieces();
   const auto parameters = all_parameters();
@@ -46,8 +46,14 @@ void ZeroOptimizer::consolidate_state_dict(int to) {
   if (is_target) consolidated_ = std::move(dict);
 }
 
+void ZeroOptimizer::prepare_for_state(const char* what) {
+  if (overlap_) overlap_->check_initialized(what);
+  notice_new_groups();
+  if (local_) copy_options(*this, *local_);
+}
+
 std::vector<detail::StatePiece> ZeroOptimizer::own_pieces() const {
-  return sharding_->pieces(*local_);
+  return overlap_ ? overlap_->pieces() : sharding_->pieces(*local_);
 }
 
 OptimizerStateDict ZeroOptimizer::exposed_groups() const {
@@ -62,25 +68,29 @@ OptimizerStateDict ZeroOptimizer::exposed_groups() const {
 }
 
 const OptimizerStateDict& ZeroOptimizer::state_dict() const {
+  if (overlap_) overlap_->check_initialized("state_dict()");
   TORCH_CHECK(consolidated_, who(), ": the state was not consolidated on this rank. Call consolidate_state_dict(",
               group_->getRank(), ") on all ranks first.");
   return *consolidated_;
 }
 
 void ZeroOptimizer::load_state_dict(const OptimizerStateDict& dict) {
-  notice_new_groups();
+  prepare_for_state("loading state");
   check_fits(dict, sizes_of(parameter_groups()), who());
   const auto parameters = all_parameters();
   load_from(dict, detail::source_of(dict, parameters));
 }
 
 void ZeroOptimizer::load_from(const OptimizerStateDict& groups, const detail::StateSource& source) {
+  if (overlap_) overlap_->check_initialized("loading state");
   std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options;
   for (std::size_t i = 0; i < param_groups_.size(); ++i) {
     options.push_back(param_groups_[i].options().clone());
     assign_values(*options.back(), groups.param_groups[i].options);
   }
-  if (sharding_->takes_gradients_in_place()) {
+  if (overlap_) {
+    overlap_->load(source);
+  } else if (sharding_->takes_gradients_in_place()) {
     lockstep::load_state_dict(*local_, sharding_->load(source));
   } else {
     const auto held = sharding_->pieces(*local_);
@@ -94,7 +104,7 @@ void ZeroOptimizer::load_from(const OptimizerStateDict& groups, const detail::St
   for (std::size_t i = 0; i < param_groups_.size(); ++i) {
     if (!type_.assign(*options[i], param_groups_[i].options())) param_groups_[i].set_options(std::move(options[i]));
   }
-  copy_options(*this, *local_);
+  if (local_) copy_options(*this, *local_);
   consolidated_.reset();
 }
 

@@ -9,8 +9,10 @@
 #include "lockstep/comm/failure_notice.h"
 #include "lockstep/comm/world.h"
 #include "lockstep/join/join.h"
+#include "lockstep/optim/functional_registry.h"
 #include "lockstep/zero/element_slices.h"
 #include "lockstep/zero/objects.h"
+#include "lockstep/zero/overlap.h"
 #include "lockstep/zero/parameter_checks.h"
 #include "lockstep/zero/whole_parameters.h"
 
@@ -57,14 +59,20 @@ ZeroOptimizer::ZeroOptimizer(const Groups& groups, LocalOptimizerType type, Zero
   for (const auto& group : groups) append_group(group);
   default_device_ = all_parameters().front().device();
   partition_.emplace(*this, group_->getSize(), who());
+  for (const auto& parameter : all_parameters()) is_trainable_.push_back(parameter.requires_grad());
+  if (options_.overlap_with_ddp) {
+    overlap_ = std::make_shared<detail::ZeroOverlap>(*this);
+    return;
+  }
   if (!options_.params_per_rank.empty()) partition_->partition(options_.params_per_rank);
   make_sharding();
   local_ = type_.make(local_groups());
   copy_options(*local_, *this);
-  for (const auto& parameter : all_parameters()) is_trainable_.push_back(parameter.requires_grad());
 }
 
-ZeroOptimizer::~ZeroOptimizer() = default;
+ZeroOptimizer::~ZeroOptimizer() {
+  if (overlap_) overlap_->detach();
+}
 
 std::string ZeroOptimizer::who() const {
   return str("[lockstep/zero] rank ", group_->getRank(), " of ", group_->getSize());
@@ -73,8 +81,7 @@ std::string ZeroOptimizer::who() const {
 void ZeroOptimizer::check_arguments(const Groups& groups) const {
   TORCH_CHECK_VALUE(!type_.needs_all_parameters, who(), ": ", type_.name,
                     " cannot be sharded: what it does to one parameter depends on all of them");
-  // The one place that says so.
-  TORCH_CHECK(!options_.overlap_with_ddp, who(), ": overlap_with_ddp is not built yet. Leave it off.");
+  if (options_.overlap_with_ddp) check_overlap(groups);
   const bool is_by_elements = options_.partition == ZeroPartition::kElements;
   TORCH_CHECK_VALUE(!is_by_elements || type_.is_elementwise, who(), ": ", type_.name,
                     " is not known to update every element by itself, so it cannot step slices of parameters. Use ",
@@ -84,6 +91,20 @@ void ZeroOptimizer::check_arguments(const Groups& groups) const {
   detail::ParameterGroups parameters;
   for (const auto& group : groups) parameters.push_back(group.params());
   detail::check_parameters(parameters, who());
+}
+
+void ZeroOptimizer::check_overlap(const Groups& groups) const {
+  TORCH_CHECK_VALUE(optim::has_functional_form(type_.name), who(), ": overlap_with_ddp steps bucket by bucket, which ",
+                    type_.name, " cannot: it has no functional form. Use another optimizer, or register_functional().");
+  TORCH_CHECK_VALUE(groups.size() == 1, who(), ": overlap_with_ddp takes one parameter group, ", groups.size(),
+                    " were given");
+  TORCH_CHECK_VALUE(options_.partition == ZeroPartition::kParameters && options_.params_per_rank.empty(), who(),
+                    ": with overlap_with_ddp DDP's buckets say who has which parameter: leave partition and ",
+                    "params_per_rank as they are");
+  if (options_.parameters_as_bucket_view) {
+    TORCH_WARN(who(), ": parameters_as_bucket_view is ignored: with overlap_with_ddp parameters become views anyway, ",
+               "in the order of DDP's buckets");
+  }
 }
 
 void ZeroOptimizer::append_group(const torch::optim::OptimizerParamGroup& group) {
@@ -125,6 +146,7 @@ LocalOptimizerType::Groups ZeroOptimizer::local_groups() const {
 }
 
 void ZeroOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& group) {
+  TORCH_CHECK(!overlap_, who(), ": overlap_with_ddp takes one parameter group, so none can be added");
   notice_new_groups();
   TORCH_CHECK(options_.params_per_rank.empty(), who(), ": params_per_rank says who has which parameter of one group, ",
               "so no other group can be added");
@@ -166,6 +188,7 @@ void ZeroOptimizer::notice_new_groups() {
     }
   }
   if (is_same) return;
+  TORCH_CHECK(!overlap_, who(), ": parameter groups were changed, which overlap_with_ddp does not allow");
   for (const auto& group : param_groups_) {
     auto& parameters = now.emplace_back();
     for (const auto& parameter : group.params()) parameters.push_back(parameter.unsafeGetTensorImpl());
@@ -186,6 +209,8 @@ void ZeroOptimizer::notice_trainability() {
     for (const auto& parameter : group.params()) now.push_back(parameter.requires_grad());
   }
   if (now == is_trainable_) return;
+  TORCH_CHECK(!overlap_, who(), ": some parameters were frozen or are trainable now, which overlap_with_ddp does not ",
+              "allow: DDP's buckets would hold others");
   TORCH_WARN(who(), ": some parameters were frozen or are trainable now. Who updates which stays as it is.");
   is_trainable_ = std::move(now);
   if (sharding_->takes_gradients_in_place()) return sharding_->on_trainability_change();
@@ -245,12 +270,19 @@ void ZeroOptimizer::or_tell_others(const std::function<void()>& action) const {
 }
 
 at::Tensor ZeroOptimizer::step(LossClosure closure) {
+  if (overlap_) {
+    TORCH_CHECK(!closure, who(), ": with overlap_with_ddp backwards do the steps, so a closure cannot be run in one");
+    TORCH_WARN(who(), ": step() does nothing with overlap_with_ddp: backwards do the steps",
+               overlap_->is_attached() ? "" : ", but no hook was made: register hook_with_zero_step() on DDP");
+    return {};
+  }
   return step_with(
       [](torch::optim::Optimizer& local, const LossClosure& given) { return given ? local.step(given) : local.step(); },
       std::move(closure));
 }
 
 at::Tensor ZeroOptimizer::step_with(const LocalStep& local_step, LossClosure closure) {
+  TORCH_CHECK(!overlap_, who(), ": with overlap_with_ddp backwards do the steps, which cannot be replaced");
   Join::notify(*this);
   prepare_step();
   at::Tensor loss;
@@ -273,6 +305,8 @@ at::Tensor ZeroOptimizer::step_with(const LocalStep& local_step, LossClosure clo
 }
 
 at::Tensor ZeroOptimizer::clip_grad_norm_(double max_norm, double norm_type, bool error_if_nonfinite) {
+  TORCH_CHECK(!overlap_, who(), ": with overlap_with_ddp parameters are updated when backward ends, so gradients ",
+              "cannot be clipped before");
   notice_new_groups();
   const auto over_ranks = [&](at::Tensor& value, ShardReduce operation) {
     all_reduce(value, group_,
@@ -291,6 +325,11 @@ at::Tensor ZeroOptimizer::clip_grad_norm_(double max_norm, double norm_type, boo
 ZeroMemoryReport ZeroOptimizer::memory_report() const {
   ZeroMemoryReport report;
   for (const auto& parameter : all_parameters()) report.parameters += static_cast<int64_t>(parameter.nbytes());
+  if (overlap_) {
+    for (const auto& piece : overlap_->pieces()) report.state += bytes_in(piece.values);
+    report.buckets = overlap_->bucket_bytes();
+    return report;
+  }
   for (const auto& [position, values] : state_dict_of(*local_).state) report.state += bytes_in(values);
   const auto kept = sharding_->bytes();
   report.buckets = kept.buckets;
@@ -301,17 +340,36 @@ ZeroMemoryReport ZeroOptimizer::memory_report() const {
 PartitionCache& ZeroOptimizer::partition() {
   TORCH_CHECK(options_.partition == ZeroPartition::kParameters, who(),
               ": with ZeroPartition::kElements parameters belong to several ranks, so nobody has one");
+  if (overlap_) overlap_->check_initialized("a partition");
   return *partition_;
 }
 
 const std::vector<std::pair<c10::Device, std::vector<std::vector<at::Tensor>>>>&
 ZeroOptimizer::device_to_params_per_rank() {
-  TORCH_CHECK(options_.parameters_as_bucket_view, who(),
+  TORCH_CHECK(options_.parameters_as_bucket_view && !overlap_, who(),
               ": parameters are told apart by device for bucket views only. Set parameters_as_bucket_view.");
   return partition().device_to_params_per_rank();
 }
 
+const OverlapInfo& ZeroOptimizer::overlap_info() const {
+  return overlap_for("overlap_info()").info();
+}
+
+detail::ZeroOverlap& ZeroOptimizer::overlap_for(const char* what) const {
+  TORCH_CHECK_VALUE(overlap_, who(), ": ", what, " needs an optimizer that was made with overlap_with_ddp");
+  return *overlap_;
+}
+
+torch::optim::Optimizer& ZeroOptimizer::local() {
+  TORCH_CHECK(local_, who(), ": with overlap_with_ddp there is no local optimizer but a functional one");
+  return *local_;
+}
+
 std::unique_ptr<JoinHook> ZeroOptimizer::join_hook(const JoinOptions& /*options*/) {
+  if (overlap_) {
+    TORCH_WARN(who(), ": with overlap_with_ddp the scope needs DDP only, whose hook does the steps of joined ranks");
+    return std::make_unique<JoinHook>();
+  }
   return std::make_unique<StepAgain>(*this);
 }
 

@@ -24,7 +24,10 @@ namespace lockstep {
 namespace detail {
 class Sharding;
 class StateAccess;
+class ZeroOverlap;
 }  // namespace detail
+
+struct OverlapInfo;
 
 class ZeroOptimizer : public torch::optim::Optimizer, public Joinable {
  public:
@@ -32,7 +35,7 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable {
 
   /// Updates this rank's share and gives all ranks all parameters. Collective and blocking. A closure runs once on each
   /// rank, and its loss is returned. If the local step throws, the others are told: their step throws naming this rank,
-  /// and the group cannot be used any more.
+  /// and the group cannot be used any more. With overlap_with_ddp backwards do the work, and this warns.
   at::Tensor step(LossClosure closure = nullptr) override;
 
   /// Appends a group; must be called on all ranks alike. Parameters that were there keep their ranks and their state.
@@ -73,6 +76,11 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable {
   /// As of PartitionCache; bucket views only.
   const std::vector<std::pair<c10::Device, std::vector<std::vector<at::Tensor>>>>& device_to_params_per_rank();
 
+  /// Where the overlap with DDP stands. overlap_with_ddp only.
+  const OverlapInfo& overlap_info() const;
+  /// For the hooks of overlap_hooks.h; throws, naming `what` needs it, without overlap_with_ddp.
+  detail::ZeroOverlap& overlap_for(const char* what) const;
+
   const GroupPtr& process_group() const { return group_; }
   const ZeroOptions& options() const { return options_; }
 
@@ -91,15 +99,17 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable {
 
   /// step() with something else in place of the local optimizer's step().
   at::Tensor step_with(const LocalStep& local_step, LossClosure closure);
-  torch::optim::Optimizer& local() { return *local_; }
+  torch::optim::Optimizer& local();
 
  private:
   friend class detail::StateAccess;
+  friend class detail::ZeroOverlap;
 
   std::string who() const;
   std::vector<std::vector<at::Tensor>> parameter_groups() const;
   std::vector<at::Tensor> all_parameters() const;
   void check_arguments(const std::vector<torch::optim::OptimizerParamGroup>& groups) const;
+  void check_overlap(const std::vector<torch::optim::OptimizerParamGroup>& groups) const;
   void append_group(const torch::optim::OptimizerParamGroup& group);
   void make_sharding();
   LocalOptimizerType::Groups local_groups() const;
@@ -111,6 +121,8 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable {
   /// Lets the sharding cut the share anew, and makes a local optimizer for it with this state.
   void rebuild_local(const detail::StateSource& source);
   void take_gradients();
+  /// Brings options and groups up to date; throws if `what`, which reads or replaces state, is not possible yet.
+  void prepare_for_state(const char* what);
   std::vector<detail::StatePiece> own_pieces() const;
   /// Options of all groups, with indices, without state.
   OptimizerStateDict exposed_groups() const;
@@ -127,8 +139,10 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable {
   c10::Device default_device_ = at::kCPU;
 
   std::optional<PartitionCache> partition_;
+  // With overlap_with_ddp the third, else the first two.
   std::unique_ptr<detail::Sharding> sharding_;
   std::unique_ptr<torch::optim::Optimizer> local_;
+  std::shared_ptr<detail::ZeroOverlap> overlap_;
   std::vector<std::vector<const void*>> known_;  // parameters by group, as of the last step
   std::vector<bool> is_trainable_;               // by index
   std::optional<OptimizerStateDict> consolidated_;

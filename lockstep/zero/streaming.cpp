@@ -84,8 +84,7 @@ void write_index_together(const ZeroOptimizer& optimizer, const std::string& pat
 namespace detail {
 
 std::vector<StatePiece> StateAccess::pieces(ZeroOptimizer& optimizer) {
-  optimizer.notice_new_groups();
-  optimizer.copy_options(optimizer, *optimizer.local_);
+  optimizer.prepare_for_state("saving state");
   return optimizer.own_pieces();
 }
 

@@ -1,0 +1,55 @@
+#include "lockstep/zero/overlap_info.h"
+
+#include <c10/util/Exception.h>
+
+namespace lockstep {
+
+void OverlapInfo::add_bucket(const std::vector<at::Tensor>& parameters) {
+  TORCH_CHECK_VALUE(!parameters.empty(), "[lockstep/zero] bucket ", params_per_bucket.size(), " has no parameters");
+  params_per_bucket.push_back(parameters);
+  if (!shard_buckets) return;
+  int64_t size = total_size.value_or(0);
+  for (const auto& parameter : parameters) size += parameter.numel();
+  total_size = size;
+}
+
+void OverlapInfo::assign(int rank, int world_size) {
+  std::vector<std::vector<int64_t>> sizes;
+  for (const auto& bucket : params_per_bucket) {
+    auto& of_bucket = sizes.emplace_back();
+    for (const auto& parameter : bucket) of_bucket.push_back(parameter.numel());
+  }
+  auto next = *this;
+  next.params_per_rank.assign(world_size, {});
+  next.assignments_per_rank.assign(world_size, {});
+  next.assigned_ranks_per_bucket.assign(params_per_bucket.size(), {});
+  next.offsets.clear();
+  next.num_bucket_assignments = 0;
+  for (const auto& chunk : assign_buckets(sizes, world_size, shard_buckets)) {
+    const auto first = params_per_bucket[chunk.bucket_index].begin() + static_cast<std::ptrdiff_t>(chunk.offset);
+    std::vector<at::Tensor> parameters(first, first + static_cast<std::ptrdiff_t>(chunk.count));
+    auto& of_rank = next.params_per_rank[chunk.rank];
+    if (chunk.rank == rank) next.offsets[chunk.bucket_index] = of_rank.size();
+    of_rank.insert(of_rank.end(), parameters.begin(), parameters.end());
+    next.assigned_ranks_per_bucket[chunk.bucket_index].insert(chunk.rank);
+    next.assignments_per_rank[chunk.rank].emplace(
+        chunk.bucket_index, BucketAssignment(chunk.bucket_index, std::move(parameters), chunk.offset));
+    ++next.num_bucket_assignments;
+  }
+  *this = std::move(next);
+}
+
+void OverlapInfo::wait_for_broadcasts(const std::string& who) {
+  TORCH_CHECK(broadcast_handles.size() == num_bucket_assignments, who, ": ", broadcast_handles.size(),
+              " broadcasts were launched for ", num_bucket_assignments, " assignments of buckets");
+  for (auto& each : broadcast_handles) each.wait();
+  broadcast_handles.clear();
+}
+
+void OverlapInfo::clear_per_iter_info() {
+  bucket_indices_seen.clear();
+  bucket_index_to_future.clear();
+  bucket_index_to_bucket.clear();
+}
+
+}  // namespace lockstep
