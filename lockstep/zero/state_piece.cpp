@@ -88,8 +88,8 @@ c10::IValue to_ivalue(const std::vector<StatePiece>& pieces) {
 
 std::vector<StatePiece> pieces_from(const c10::IValue& value) {
   std::vector<StatePiece> pieces;
-  for (const c10::IValue& each : value.toList()) {
-    const auto& fields = each.toTupleRef().elements();
+  for (const auto& each : value.toListRef()) {
+    const auto fields = each.toTupleRef().elements().vec();
     StatePiece piece{
         .index = fields[0].toInt(), .elements = {fields[1].toInt(), fields[2].toInt()}, .is_whole = fields[3].toBool()};
     for (const auto& item : fields[4].toGenericDict()) piece.values.emplace(item.key().toStringRef(), item.value());
