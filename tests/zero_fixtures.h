@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/comm/barrier.h"
 #include "lockstep/testing/gtest.h"
 #include "lockstep/zero/zero_redundancy_optimizer.h"
 
@@ -102,7 +103,11 @@ inline void on_ranks(const testing::RankBody& body, const std::vector<int>& worl
   for (const auto& backend : backends) {
     for (const int world_size : world_sizes) {
       SCOPED_TRACE(backend + " " + std::to_string(world_size));
-      testing::run_threads_in_gtest({.world_size = world_size, .backend = backend}, body);
+      testing::run_threads_in_gtest({.world_size = world_size, .backend = backend}, [&](const World& world) {
+        // No rank may leave while others still connect.
+        barrier(world.group());
+        body(world);
+      });
     }
   }
 }

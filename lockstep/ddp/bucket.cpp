@@ -5,6 +5,8 @@
 #include <ATen/ops/view_as_complex.h>
 #include <c10/core/GradMode.h>
 
+#include <utility>
+
 #include "lockstep/base/env.h"
 
 namespace lockstep::detail {
@@ -48,10 +50,20 @@ Bucket::Bucket(std::size_t index, const BucketPlan& plan, const std::vector<at::
     lengths_.push_back(parameter.numel() * (is_complex_ ? 2 : 1));
     total += lengths_.back();
   }
-  const auto options =
-      at::TensorOptions(is_complex_ ? c10::toRealValueType(element) : element).device(parameters_[0].device());
-  buffer_ = allocate_buffer(total, options, group);
-  views_ = views_of(buffer_);
+  options_ = at::TensorOptions(is_complex_ ? c10::toRealValueType(element) : element).device(parameters_[0].device());
+  if (group) lend(allocate_buffer(total, options_, group));
+}
+
+at::Tensor Bucket::take_back() {
+  return std::exchange(buffer_, at::Tensor());
+}
+
+void Bucket::lend(const at::Tensor& buffer) {
+  buffer_ = buffer;
+  // Mostly it is the one it had in the last step.
+  if (buffer.const_data_ptr() == views_at_ && !views_.empty()) return;
+  views_ = views_of(buffer);
+  views_at_ = buffer.const_data_ptr();
 }
 
 std::vector<at::Tensor> Bucket::views_of(const at::Tensor& result) const {

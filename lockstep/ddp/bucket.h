@@ -15,7 +15,8 @@ namespace lockstep::detail {
 class Bucket {
  public:
   /// Makes the buffer, in memory the other ranks can reach if the group's backend has such. `dtype` replaces the
-  /// parameters' own if the gradients have another. A sparse bucket has no buffer until its gradient is there.
+  /// parameters' own if the gradients have another. A sparse bucket has no buffer until its gradient is there. Without
+  /// a group none is made: see lend().
   Bucket(std::size_t index, const BucketPlan& plan, const std::vector<at::Tensor>& all_parameters,
          const GroupPtr& group, std::optional<at::ScalarType> dtype);
 
@@ -31,6 +32,10 @@ class Bucket {
   std::vector<at::Tensor> views_of(const at::Tensor& result) const;
 
   const at::Tensor& buffer() const { return buffer_; }
+  const at::TensorOptions& buffer_options() const { return options_; }
+  /// Dense buckets made without a group: they have this buffer until it is taken back. Gradients lie at its beginning.
+  void lend(const at::Tensor& buffer);
+  at::Tensor take_back();
   /// Sparse buckets only: the gradient itself is what is reduced.
   void set_sparse_gradient(at::Tensor gradient, std::optional<at::Tensor> rows);
   const std::optional<at::Tensor>& sparse_rows() const { return sparse_rows_; }
@@ -55,8 +60,10 @@ class Bucket {
   bool is_complex_ = false;       // then the buffer is real, two elements for each
   std::vector<int64_t> offsets_;  // in elements of the buffer
   std::vector<int64_t> lengths_;
+  at::TensorOptions options_;
   at::Tensor buffer_;
   std::vector<at::Tensor> views_;
+  const void* views_at_ = nullptr;  // the memory that views_ are of
   std::optional<at::Tensor> sparse_rows_;
 };
 

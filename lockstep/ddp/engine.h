@@ -3,6 +3,7 @@
 
 #include <c10/util/Logging.h>
 
+#include <concepts>
 #include <functional>
 #include <map>
 #include <memory>
@@ -174,4 +175,10 @@ class ActiveDdpScope {
 };
 
 }  // namespace detail
+/// A DistributedDataParallel of any module.
+template <class Ddp>
+concept WrapsEngine = requires(Ddp& ddp) {
+  { ddp.engine() } -> std::same_as<DdpEngine&>;
+};
+
 }  // namespace lockstep

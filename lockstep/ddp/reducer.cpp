@@ -66,7 +66,7 @@ void Reducer::make_buckets() {
   buckets_.clear();
   buckets_.reserve(plan_.buckets().size());
   for (std::size_t i = 0; i < plan_.buckets().size(); ++i) {
-    buckets_.emplace_back(i, plan_, parameters_, group_, options_.gradient_dtype);
+    buckets_.emplace_back(i, plan_, parameters_, scatter_ ? nullptr : group_, options_.gradient_dtype);
   }
   if (!options_.gradient_as_bucket_view) return;
   // Gradients that are there already move in.
@@ -230,6 +230,7 @@ void Reducer::mark_ready(std::size_t index) {
   fix_divisor();
   const auto place = plan_.place_of(index);
   auto& bucket = buckets_[place.bucket];
+  if (scatter_) lend_buffer(bucket);
   bucket.is_sparse() ? take_sparse_gradient(bucket) : take_dense_gradient(bucket, place.index);
   if (--bucket.gradients_missing > 0) return;
   launch_ready_buckets();
@@ -258,6 +259,10 @@ bool Reducer::is_all_unused(const detail::Bucket& bucket) const {
   return true;
 }
 
+void Reducer::note_bucket(const detail::Bucket& bucket, const char* state, std::size_t bytes) const {
+  if (is_observed()) note("bucket", str("bucket ", bucket.index()), state, bytes);
+}
+
 void Reducer::launch(detail::Bucket& bucket) {
   copy_deferred(bucket);
   if (options_.skip_all_reduce_unused_params && is_all_unused(bucket)) {
@@ -265,8 +270,13 @@ void Reducer::launch(detail::Bucket& bucket) {
     return;
   }
   if (!times_.stamp(Mark::kBackwardCommStart)) times_.record(Mark::kBackwardCommStart);
-  if (is_observed()) note("bucket", str("bucket ", bucket.index()), "launch", bytes_of(bucket.buffer()));
+  note_bucket(bucket, "launch", bytes_of(bucket.buffer()));
   ++buckets_reduced_;
+  if (scatter_) {
+    scatter_->launch(bucket.index(), bucket.buffer());
+    scattering_.push_back(bucket.index());
+    return;
+  }
   if (!hook_ && !bucket.is_sparse()) {
     bucket.reduction = launch_all_reduce(bucket.buffer(), group_);
     return;
@@ -301,7 +311,8 @@ double Reducer::scale() const {
 }
 
 bool Reducer::is_identity() const {
-  return group_->getSize() == 1 && !hook_ && !consumer_ && !options_.gradient_as_bucket_view && *divisor_ == 1;
+  return group_->getSize() == 1 && !hook_ && !consumer_ && !scatter_ && !options_.gradient_as_bucket_view &&
+         *divisor_ == 1;
 }
 
 // ---- the end of a backward ----
@@ -310,17 +321,20 @@ void Reducer::finalize_backward() {
   const at::NoGradGuard no_grad;
   TORCH_INTERNAL_ASSERT(next_bucket_ == buckets_.size());
   try {
+    while (finish_oldest_scatter()) {
+    }
     for (auto& bucket : buckets_) {
-      if (bucket.is_skipped) continue;
+      if (bucket.is_skipped || scatter_) continue;
       const auto result = wait_for(bucket);
       bucket.is_sparse() ? write_sparse_gradient(bucket, result) : write_dense_gradients(bucket, result);
-      if (is_observed()) note("bucket", str("bucket ", bucket.index()), "done");
+      note_bucket(bucket, "done");
     }
     for (const auto& future : std::exchange(installed_futures_, {})) {
       future->wait();
       if (future->hasError()) std::rethrow_exception(future->exception_ptr());
     }
     used_.finish();
+    if (scatter_) end_scatter();
     if (on_finish_) on_finish_();
   } catch (const std::exception& error) {
     forget_reduction();
@@ -339,6 +353,7 @@ void Reducer::forget_reduction() {
   divisor_.reset();
   leaves_out_own_ = false;
   sparse_metadata_.clear();
+  if (scatter_) forget_scatter();
   for (auto& bucket : buckets_) {
     bucket.reduction.reset();
     bucket.future.reset();
@@ -383,14 +398,15 @@ void Reducer::delay_all_reduce() {
   }
   has_begun_ = true;
   fix_divisor();
+  times_.record(Mark::kBackwardComputeEnd);
   for (auto& bucket : buckets_) {
+    if (scatter_) lend_buffer(bucket);
     for (std::size_t place = 0; place < bucket.size(); ++place) {
       bucket.is_sparse() ? take_sparse_gradient(bucket) : take_dense_gradient(bucket, place);
     }
     bucket.gradients_missing = 0;
+    launch_ready_buckets();
   }
-  times_.record(Mark::kBackwardComputeEnd);
-  launch_ready_buckets();
   finalize_backward();
   has_counted_ = true;
 }
@@ -399,6 +415,7 @@ void Reducer::delay_all_reduce() {
 
 void Reducer::take_zeros(detail::Bucket& bucket) {
   bucket.gradients_missing = 0;
+  if (scatter_) lend_buffer(bucket);
   if (!bucket.is_sparse()) {
     bucket.buffer().zero_();
     if (!options_.gradient_as_bucket_view) return;
@@ -434,8 +451,10 @@ void Reducer::mirror_backward() {
     has_reduced_static_map_ = true;
   }
   if (searches_unused()) used_.clear();
-  for (auto& bucket : buckets_) take_zeros(bucket);
-  launch_ready_buckets();
+  for (auto& bucket : buckets_) {
+    take_zeros(bucket);
+    launch_ready_buckets();
+  }
   if (searches_unused()) used_.launch(group_);
   finalize_backward();
   // Ranks with inputs have an order now, and rebuild; a static graph has one from the second step.
@@ -493,6 +512,7 @@ void Reducer::reset_state() {
 }
 
 void Reducer::update_process_group(GroupPtr group) {
+  TORCH_CHECK(!scatter_, who(), ": the group cannot be replaced: ", hook_slot_taken_by_);
   reset_state();
   const std::lock_guard lock(mutex_);
   group_ = std::move(group);
@@ -548,6 +568,7 @@ const std::string& Reducer::comm_hook_name() const {
 
 std::vector<GradBucket> Reducer::get_grad_buckets(bool return_zero_tensors) const {
   const std::lock_guard lock(mutex_);
+  TORCH_CHECK(!scatter_, who(), ": there are no buckets to look at: ", hook_slot_taken_by_);
   std::vector<GradBucket> result;
   for (const auto& bucket : buckets_) {
     auto buffer = bucket.buffer();

@@ -7,6 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -20,6 +21,8 @@
 #include "lockstep/ddp/comm_hook.h"
 #include "lockstep/ddp/gradient_access.h"
 #include "lockstep/ddp/gradient_hooks.h"
+#include "lockstep/ddp/gradient_scatter.h"
+#include "lockstep/ddp/lent_buffers.h"
 #include "lockstep/ddp/step_times.h"
 #include "lockstep/ddp/unused_parameters.h"
 
@@ -97,6 +100,12 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void set_consumer(Consumer consumer);
   /// Told when a backward's gradients are all written.
   void set_finish_listener(std::function<void()> listener);
+  /// From the next backward on gradients go to `scatter` and are freed, and buckets have buffers only while they need
+  /// them. Buckets stay as they are now: they are not laid out anew. Takes the place of a comm hook. `reason` is what
+  /// refusals name.
+  void set_scatter(std::shared_ptr<GradientScatter> scatter, const std::string& reason);
+  /// Bytes of the buffers that buckets share; 0 without a scatter.
+  int64_t lent_bytes() const;
   /// The hook slot is taken by the wrapper itself; a user's hook is refused with this reason.
   void reserve_hook_slot(std::string reason) { hook_slot_taken_by_ = std::move(reason); }
   /// A reduction is to come from the next backward, or under way.
@@ -153,9 +162,16 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void check_gradient(const detail::Bucket& bucket, std::size_t place, const at::Tensor& grad);
   void launch_ready_buckets();
   void launch(detail::Bucket& bucket);
+  void note_bucket(const detail::Bucket& bucket, const char* state, std::size_t bytes = 0) const;
   bool is_all_unused(const detail::Bucket& bucket) const;
   void finalize_backward();
   void take_zeros(detail::Bucket& bucket);
+  // With a scatter; see reducer_scatter.cpp.
+  void lend_buffer(detail::Bucket& bucket);
+  /// False if none is under way.
+  bool finish_oldest_scatter();
+  void end_scatter();
+  void forget_scatter();
   at::Tensor wait_for(detail::Bucket& bucket);
   void write_dense_gradients(detail::Bucket& bucket, const at::Tensor& result);
   void write_sparse_gradient(detail::Bucket& bucket, const at::Tensor& result);
@@ -189,6 +205,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Consumer consumer_;
   std::function<void()> on_finish_;
   std::function<void(const std::string&)> on_error_;
+  std::shared_ptr<GradientScatter> scatter_;
+  std::optional<detail::LentBuffers> lent_;  // with a scatter
   bool is_static_graph_ = false;
 
   // One step.
@@ -206,6 +224,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::function<double()> divisor_source_;
   bool leaves_out_own_ = false;
   std::vector<FuturePtr> installed_futures_;
+  std::deque<std::size_t> scattering_;  // buckets whose reductions are under way, in plan order
   std::map<std::string, at::Tensor> sparse_metadata_;
   std::chrono::steady_clock::time_point armed_at_;
 

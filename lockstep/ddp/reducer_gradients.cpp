@@ -55,6 +55,10 @@ void Reducer::take_dense_gradient(detail::Bucket& bucket, std::size_t place) {
     } else {
       detail::copy_scaled(view, grad, scale());
     }
+    if (scatter_) {
+      grad = at::Tensor();
+      return true;
+    }
     if (!options_.gradient_as_bucket_view) return false;
     grad = view;
     return true;

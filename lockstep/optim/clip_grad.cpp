@@ -71,8 +71,12 @@ at::Tensor get_total_norm(const std::vector<at::Tensor>& tensors, const NormOpti
 
 void clip_grads_with_norm_(const std::vector<at::Tensor>& parameters, double max_norm, const at::Tensor& total_norm,
                            bool foreach) {
+  scale_to_norm_(gradients_of(parameters), max_norm, total_norm, foreach);
+}
+
+void scale_to_norm_(const std::vector<at::Tensor>& gradients, double max_norm, const at::Tensor& total_norm,
+                    bool foreach) {
   const at::NoGradGuard no_grad;
-  const auto gradients = gradients_of(parameters);
   if (gradients.empty()) return;
   // Never a question of the host to the device: multiplying by 1 is cheaper.
   const auto factor = total_norm.add(1e-6).reciprocal().mul(max_norm).clamp_max(1.0);

@@ -38,6 +38,10 @@ at::Tensor get_total_norm(const std::vector<at::Tensor>& tensors, const NormOpti
 void clip_grads_with_norm_(const std::vector<at::Tensor>& parameters, double max_norm, const at::Tensor& total_norm,
                            bool foreach = true);
 
+/// The same for gradients that are not in .grad. Local.
+void scale_to_norm_(const std::vector<at::Tensor>& gradients, double max_norm, const at::Tensor& total_norm,
+                    bool foreach = true);
+
 /// Both. Returns the norm before. Nothing is changed if it throws.
 at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm, const NormOptions& options = {});
 

@@ -11,7 +11,23 @@
 
 #include <utility>
 
+#include "lockstep/optim/gradient_holder.h"
+
 namespace lockstep {
+namespace {
+
+std::vector<at::Tensor> gradients_of(torch::optim::Optimizer& optimizer) {
+  if (auto* holder = dynamic_cast<GradientHolder*>(&optimizer)) return holder->held_gradients();
+  std::vector<at::Tensor> gradients;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const auto& parameter : group.params()) {
+      if (parameter.grad().defined()) gradients.push_back(parameter.grad());
+    }
+  }
+  return gradients;
+}
+
+}  // namespace
 
 GradScaler::GradScaler(GradScalerOptions options) : options_(std::move(options)), first_scale_(options_.init_scale) {
   if (options_.enabled && options_.device == at::kCUDA && !at::hasCUDA()) {
@@ -52,16 +68,12 @@ void GradScaler::check_scale(const char* function) const {
 at::Tensor GradScaler::unscale_gradients(torch::optim::Optimizer& optimizer) const {
   // Kernels take lists of one device and dtype.
   std::map<std::pair<std::string, at::ScalarType>, std::vector<at::Tensor>> lists;
-  for (const auto& group : optimizer.param_groups()) {
-    for (const auto& parameter : group.params()) {
-      const auto& gradient = parameter.grad();
-      if (!gradient.defined()) continue;
-      TORCH_CHECK_VALUE(gradient.scalar_type() != at::kHalf,
-                        "[lockstep/optim] GradScaler: gradients of type float16 cannot be unscaled: keep parameters in "
-                        "float32");
-      lists[{gradient.device().str(), gradient.scalar_type()}].push_back(gradient.is_sparse() ? gradient._values()
-                                                                                              : gradient);
-    }
+  for (const auto& gradient : gradients_of(optimizer)) {
+    TORCH_CHECK_VALUE(gradient.scalar_type() != at::kHalf,
+                      "[lockstep/optim] GradScaler: gradients of type float16 cannot be unscaled: keep parameters in "
+                      "float32");
+    lists[{gradient.device().str(), gradient.scalar_type()}].push_back(gradient.is_sparse() ? gradient._values()
+                                                                                            : gradient);
   }
   // As in Python, exactly: 1 / scale is rounded to float once.
   const auto inverse = scale_.to(at::kDouble).reciprocal().to(at::kFloat);

@@ -53,6 +53,7 @@ void ZeroOptimizer::prepare_for_state(const char* what) {
 }
 
 std::vector<detail::StatePiece> ZeroOptimizer::own_pieces() const {
+  if (options_.stage == ZeroStage::kReplicated && group_->getRank() > 0) return {};
   return overlap_ ? overlap_->pieces() : sharding_->pieces(*local_);
 }
 

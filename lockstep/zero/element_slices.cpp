@@ -8,6 +8,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <tuple>
+#include <unordered_map>
 
 #include "lockstep/comm/collectives.h"
 #include "lockstep/ddp/bucket.h"
@@ -69,55 +71,75 @@ bool have_same_rest(const NamedValues& one, int64_t one_elements, const NamedVal
 
 }  // namespace
 
+ElementSlices::~ElementSlices() {
+  if (scattered_) scattered_->detach();
+}
+
+SlicePlan ElementSlices::plan_for(const std::vector<at::Tensor>& parameters, int world_size) {
+  int64_t total = 0;
+  for (const auto& parameter : parameters) total += parameter.numel();
+  const auto item = static_cast<int64_t>(parameters.front().itemsize());
+  return plan_slices(total, world_size, std::max<int64_t>(1, kAlignmentBytes / item));
+}
+
 void ElementSlices::set_groups(std::vector<std::vector<at::Tensor>> groups) {
   groups_ = std::move(groups);
-  blocks_.resize(groups_.size());
+  std::erase_if(blocks_, [&](const Block& block) { return block.last_group >= groups_.size(); });
+  for (std::size_t i = 0; i < blocks_.size(); ++i) blocks_[i].number = i;
   on_trainability_change();
 }
 
 void ElementSlices::on_trainability_change() {
+  std::unordered_set<const void*> placed;
+  for (const auto& block : blocks_) placed.insert(block.members.begin(), block.members.end());
+  std::unordered_map<const void*, Member> missing;
+  std::vector<std::vector<at::Tensor>> lists = given_blocks_;
   int64_t index = 0;
   for (std::size_t i = 0; i < groups_.size(); ++i) {
-    std::unordered_set<const void*> placed;
-    for (const auto& block : blocks_[i]) placed.insert(block.members.begin(), block.members.end());
-    std::vector<std::pair<c10::Device, std::vector<std::pair<int64_t, at::Tensor>>>> by_device;
+    std::vector<std::pair<c10::Device, std::vector<at::Tensor>>> by_device;
     for (const auto& parameter : groups_[i]) {
-      const auto own_index = index++;
-      if (!parameter.requires_grad() || placed.count(parameter.unsafeGetTensorImpl()) == 1) continue;
+      const Member member{.index = index++, .group = i, .parameter = parameter};
+      if (!parameter.requires_grad() || placed.contains(parameter.unsafeGetTensorImpl())) continue;
+      missing.emplace(parameter.unsafeGetTensorImpl(), member);
       auto found = std::find_if(by_device.begin(), by_device.end(),
                                 [&](const auto& each) { return each.first == parameter.device(); });
       if (found == by_device.end()) found = by_device.insert(found, {parameter.device(), {}});
-      found->second.emplace_back(own_index, parameter);
+      found->second.push_back(parameter);
     }
-    for (const auto& [device, members] : by_device) blocks_[i].push_back(made_block(members));
+    if (!given_blocks_.empty()) continue;
+    for (auto& [device, parameters] : by_device) lists.push_back(std::move(parameters));
+  }
+  if (missing.empty()) return;
+  for (const auto& parameters : lists) {
+    std::vector<Member> members;
+    for (const auto& parameter : parameters) members.push_back(missing.at(parameter.unsafeGetTensorImpl()));
+    blocks_.push_back(made_block(members));
   }
 }
 
-ElementSlices::Block ElementSlices::made_block(const std::vector<std::pair<int64_t, at::Tensor>>& members) const {
+ElementSlices::Block ElementSlices::made_block(const std::vector<Member>& members) const {
   const at::NoGradGuard no_grad;
-  Block block;
+  Block block{.number = blocks_.size()};
   std::vector<at::Tensor> parameters;
-  int64_t total = 0;
-  for (const auto& [index, parameter] : members) {
-    parameters.push_back(parameter);
-    block.members.insert(parameter.unsafeGetTensorImpl());
-    total += parameter.numel();
+  for (const auto& member : members) {
+    parameters.push_back(member.parameter);
+    block.members.insert(member.parameter.unsafeGetTensorImpl());
+    block.last_group = std::max(block.last_group, member.group);
   }
-  const auto options = parameters.front().options().requires_grad(false);
-  const auto item = static_cast<int64_t>(parameters.front().itemsize());
-  block.plan = plan_slices(total, group_->getSize(), std::max<int64_t>(1, kAlignmentBytes / item));
-  block.buffer = allocate_buffer(block.plan.padded(), options, group_);
+  block.plan = plan_for(parameters, group_->getSize());
+  const auto total = block.plan.total;
+  block.buffer = allocate_buffer(block.plan.padded(), parameters.front().options().requires_grad(false), group_);
   block.buffer.narrow(0, total, block.plan.padded() - total).zero_();
   move_into(block.buffer, parameters);
 
   const auto slice = own_slice(block);
   int64_t begin = 0;
-  for (const auto& [index, parameter] : members) {
-    const ElementRange range{begin, begin + parameter.numel()};
+  for (const auto& member : members) {
+    const ElementRange range{begin, begin + member.parameter.numel()};
     const auto mine = range.is_empty() ? range : intersection(range, slice);
     // One without elements is a piece too: it has state.
     if (!mine.is_empty() || (range.is_empty() && block.plan.rank_of(begin) == group_->getRank())) {
-      block.pieces.push_back({.index = index, .parameter = parameter, .parameter_begin = begin, .elements = mine});
+      block.pieces.push_back({.of = member, .parameter_begin = begin, .elements = mine});
     }
     begin = range.end;
   }
@@ -127,6 +149,21 @@ ElementSlices::Block ElementSlices::made_block(const std::vector<std::pair<int64
 
 ElementRange ElementSlices::own_slice(const Block& block) const {
   return block.plan.slice_of(group_->getRank());
+}
+
+bool ElementSlices::has_gradient(const Piece& piece) const {
+  return scattered_ ? scattered_->has(piece.of.index) : piece.of.parameter.grad().defined();
+}
+
+template <class Blocks, class Visit>
+void ElementSlices::for_each_run(Blocks& blocks, const Visit& visit) const {
+  for (std::size_t i = 0; i < groups_.size(); ++i) {
+    for (auto& block : blocks) {
+      for (auto& run : block.runs) {
+        if (block.pieces[run.first].of.group == i) visit(i, block, run);
+      }
+    }
+  }
 }
 
 ElementSlices::Run ElementSlices::made_run(const Block& block, std::size_t first, std::size_t last) const {
@@ -144,10 +181,12 @@ std::vector<ElementSlices::Run> ElementSlices::cut(const Block& block, const Pie
     const bool is_last = i + 1 == block.pieces.size();
     const auto goes_on = [&] {
       const auto& [one, other] = std::tie(values[i], values[i + 1]);
-      if (is_large(block.pieces[i].elements) || is_large(block.pieces[i + 1].elements)) return false;
-      if (block.pieces[i].has_gradient() != block.pieces[i + 1].has_gradient()) return false;
+      const auto& [piece, next] = std::tie(block.pieces[i], block.pieces[i + 1]);
+      if (piece.of.group != next.of.group) return false;
+      if (!scattered_ && (is_large(piece.elements) || is_large(next.elements))) return false;
+      if (has_gradient(piece) != has_gradient(next)) return false;
       if (one.has_value() != other.has_value()) return false;
-      return !one || have_same_rest(*one, block.pieces[i].elements.size(), *other, block.pieces[i + 1].elements.size());
+      return !one || have_same_rest(*one, piece.elements.size(), *other, next.elements.size());
     };
     if (!is_last && goes_on()) continue;
     runs.push_back(made_run(block, first, i + 1));
@@ -157,23 +196,17 @@ std::vector<ElementSlices::Run> ElementSlices::cut(const Block& block, const Pie
 }
 
 std::vector<std::vector<at::Tensor>> ElementSlices::local_parameters() const {
-  std::vector<std::vector<at::Tensor>> groups;
-  for (const auto& blocks : blocks_) {
-    auto& parameters = groups.emplace_back();
-    for (const auto& block : blocks) {
-      for (const auto& run : block.runs) parameters.push_back(run.parameter);
-    }
-  }
+  std::vector<std::vector<at::Tensor>> groups(groups_.size());
+  for_each_run(blocks_,
+               [&](std::size_t group, const Block&, const Run& run) { groups[group].push_back(run.parameter); });
   return groups;
 }
 
 bool ElementSlices::must_recut() const {
-  for (const auto& blocks : blocks_) {
-    for (const auto& block : blocks) {
-      for (const auto& run : block.runs) {
-        for (std::size_t i = run.first + 1; i < run.last; ++i) {
-          if (block.pieces[i].has_gradient() != block.pieces[run.first].has_gradient()) return true;
-        }
+  for (const auto& block : blocks_) {
+    for (const auto& run : block.runs) {
+      for (std::size_t i = run.first + 1; i < run.last; ++i) {
+        if (has_gradient(block.pieces[i]) != has_gradient(block.pieces[run.first])) return true;
       }
     }
   }
@@ -182,39 +215,38 @@ bool ElementSlices::must_recut() const {
 
 void ElementSlices::take_gradients() {
   const at::NoGradGuard no_grad;
-  for (auto& blocks : blocks_) {
-    for (auto& block : blocks) {
-      for (auto& run : block.runs) run.parameter.mutable_grad() = gradient_of(block, run);
-    }
+  for (auto& block : blocks_) {
+    for (auto& run : block.runs) run.parameter.mutable_grad() = gradient_of(block, run);
   }
 }
 
 void ElementSlices::drop_gradients() {
-  for (auto& blocks : blocks_) {
-    for (auto& block : blocks) {
-      for (auto& run : block.runs) run.parameter.mutable_grad() = at::Tensor();
-    }
+  for (auto& block : blocks_) {
+    for (auto& run : block.runs) run.parameter.mutable_grad() = at::Tensor();
   }
+  if (scattered_) scattered_->drop();
 }
 
 at::Tensor ElementSlices::gradient_of(Block& block, const Run& run) const {
   const auto& first = block.pieces[run.first];
-  if (!first.has_gradient()) return {};
+  if (!has_gradient(first)) return {};
+  const auto slice = own_slice(block);
+  if (scattered_) return part_of(scattered_->slice(block.number), moved(run.elements, -slice.begin));
   for (std::size_t i = run.first; i < run.last; ++i) {
-    TORCH_CHECK(block.pieces[i].parameter.grad().layout() == at::kStrided, "[lockstep/zero] the gradient of parameter ",
-                block.pieces[i].index,
+    TORCH_CHECK(block.pieces[i].of.parameter.grad().layout() == at::kStrided,
+                "[lockstep/zero] the gradient of parameter ", block.pieces[i].of.index,
                 " is sparse, and slices of those cannot be taken. Use ZeroPartition::kParameters.");
   }
-  if (is_large(run.elements) && run.last == run.first + 1 && lies_like(first.parameter.grad(), first.parameter)) {
-    return part_of(row_of(first.parameter.grad()), first.in_parameter());
+  const auto& parameter = first.of.parameter;
+  if (is_large(run.elements) && run.last == run.first + 1 && lies_like(parameter.grad(), parameter)) {
+    return part_of(row_of(parameter.grad()), first.in_parameter());
   }
-  const auto slice = own_slice(block);
   if (!block.gradients.defined()) {
     block.gradients = at::empty({slice.size()}, block.buffer.options());
   }
   for (std::size_t i = run.first; i < run.last; ++i) {
     const auto& piece = block.pieces[i];
-    copy_gradient(block.gradients, moved(piece.elements, -slice.begin), piece.parameter.grad(), piece.parameter,
+    copy_gradient(block.gradients, moved(piece.elements, -slice.begin), piece.of.parameter.grad(), piece.of.parameter,
                   piece.in_parameter());
   }
   return part_of(block.gradients, moved(run.elements, -slice.begin));
@@ -222,12 +254,12 @@ at::Tensor ElementSlices::gradient_of(Block& block, const Run& run) const {
 
 std::vector<at::Tensor> ElementSlices::own_gradients() const {
   std::vector<at::Tensor> gradients;
-  for (const auto& blocks : blocks_) {
-    for (const auto& block : blocks) {
-      for (const auto& piece : block.pieces) {
-        if (!piece.has_gradient() || piece.elements.is_empty()) continue;
-        gradients.push_back(part_of(flattened_like(piece.parameter.grad(), piece.parameter), piece.in_parameter()));
-      }
+  for (const auto& block : blocks_) {
+    for (const auto& piece : block.pieces) {
+      if (!has_gradient(piece) || piece.elements.is_empty()) continue;
+      gradients.push_back(
+          scattered_ ? part_of(scattered_->slice(block.number), moved(piece.elements, -own_slice(block).begin))
+                     : part_of(flattened_like(piece.of.parameter.grad(), piece.of.parameter), piece.in_parameter()));
     }
   }
   return gradients;
@@ -236,12 +268,10 @@ std::vector<at::Tensor> ElementSlices::own_gradients() const {
 void ElementSlices::sync() {
   if (group_->getSize() == 1) return;
   const at::NoGradGuard no_grad;
-  for (const auto& blocks : blocks_) {
-    for (const auto& block : blocks) {
-      if (block.plan.slice == 0) continue;
-      const auto mine = block.buffer.narrow(0, block.plan.slice * group_->getRank(), block.plan.slice);
-      all_gather_into_tensor(block.buffer, mine, group_);
-    }
+  for (const auto& block : blocks_) {
+    if (block.plan.slice == 0) continue;
+    const auto mine = block.buffer.narrow(0, block.plan.slice * group_->getRank(), block.plan.slice);
+    all_gather_into_tensor(block.buffer, mine, group_);
   }
 }
 
@@ -249,68 +279,66 @@ std::vector<StatePiece> ElementSlices::pieces(const torch::optim::Optimizer& loc
   const auto dict = state_dict_of(local);
   std::vector<StatePiece> pieces;
   int64_t position = 0;
-  for (const auto& blocks : blocks_) {
-    for (const auto& block : blocks) {
-      for (const auto& run : block.runs) {
-        const auto found = dict.state.find(position++);
-        if (found == dict.state.end()) continue;
-        for (std::size_t i = run.first; i < run.last; ++i) {
-          const auto& piece = block.pieces[i];
-          auto values = found->second;
-          for (auto& [name, value] : values) {
-            if (!is_elementwise(value, run.elements.size())) continue;
-            value = part_of(value.toTensor(), moved(piece.elements, -run.elements.begin));
-          }
-          pieces.push_back(
-              {.index = piece.index, .elements = piece.in_parameter(), .is_whole = false, .values = std::move(values)});
-        }
+  for_each_run(blocks_, [&](std::size_t, const Block& block, const Run& run) {
+    const auto found = dict.state.find(position++);
+    if (found == dict.state.end()) return;
+    for (std::size_t i = run.first; i < run.last; ++i) {
+      const auto& piece = block.pieces[i];
+      auto values = found->second;
+      for (auto& [name, value] : values) {
+        if (!is_elementwise(value, run.elements.size())) continue;
+        value = part_of(value.toTensor(), moved(piece.elements, -run.elements.begin));
       }
+      pieces.push_back(
+          {.index = piece.of.index, .elements = piece.in_parameter(), .is_whole = false, .values = std::move(values)});
     }
-  }
+  });
   return pieces;
 }
 
 OptimizerStateDict ElementSlices::load(const StateSource& source) {
   const at::NoGradGuard no_grad;
-  OptimizerStateDict dict;
   auto blocks_after = blocks_;
-  int64_t position = 0;
-  for (auto& blocks : blocks_after) {
-    auto& group = dict.param_groups.emplace_back();
-    for (auto& block : blocks) {
-      PieceValues values;
-      for (const auto& piece : block.pieces) values.push_back(source(piece.index, piece.in_parameter(), false));
-      block.runs = cut(block, values);
-      for (const auto& run : block.runs) {
-        group.params.push_back(position);
-        if (values[run.first]) {
-          auto& state = dict.state[position];
-          for (const auto& [name, value] : *values[run.first]) {
-            if (!is_elementwise(value, block.pieces[run.first].elements.size())) {
-              state.emplace(name, copied_to(value, at::kCPU, /*non_blocking=*/false));
-              continue;
-            }
-            std::vector<at::Tensor> parts;
-            for (std::size_t i = run.first; i < run.last; ++i) parts.push_back(values[i]->at(name).toTensor());
-            state.emplace(name, at::cat(parts).to(block.buffer.device()));
-          }
-        }
-        ++position;
-      }
-    }
+  std::vector<PieceValues> values_of_block;
+  for (auto& block : blocks_after) {
+    auto& values = values_of_block.emplace_back();
+    for (const auto& piece : block.pieces) values.push_back(source(piece.of.index, piece.in_parameter(), false));
+    block.runs = cut(block, values);
   }
+  OptimizerStateDict dict;
+  dict.param_groups.resize(groups_.size());
+  int64_t position = 0;
+  for_each_run(blocks_after, [&](std::size_t group, const Block& block, const Run& run) {
+    dict.param_groups[group].params.push_back(position);
+    const auto& values = values_of_block[block.number];
+    if (values[run.first]) dict.state[position] = joined(values, run, block);
+    ++position;
+  });
   blocks_ = std::move(blocks_after);
   return dict;
 }
 
+NamedValues ElementSlices::joined(const PieceValues& values, const Run& run, const Block& block) const {
+  NamedValues state;
+  for (const auto& [name, value] : *values[run.first]) {
+    if (!is_elementwise(value, block.pieces[run.first].elements.size())) {
+      state.emplace(name, copied_to(value, at::kCPU, /*non_blocking=*/false));
+      continue;
+    }
+    std::vector<at::Tensor> parts;
+    for (std::size_t i = run.first; i < run.last; ++i) parts.push_back(values[i]->at(name).toTensor());
+    state.emplace(name, at::cat(parts).to(block.buffer.device()));
+  }
+  return state;
+}
+
 ShardingBytes ElementSlices::bytes() const {
   ShardingBytes bytes;
-  for (const auto& blocks : blocks_) {
-    for (const auto& block : blocks) {
-      bytes.buckets += static_cast<int64_t>(block.buffer.nbytes());
-      if (block.gradients.defined()) bytes.temporaries += static_cast<int64_t>(block.gradients.nbytes());
-    }
+  for (const auto& block : blocks_) {
+    bytes.buckets += static_cast<int64_t>(block.buffer.nbytes());
+    if (block.gradients.defined()) bytes.temporaries += static_cast<int64_t>(block.gradients.nbytes());
   }
+  if (scattered_) bytes.gradients = scattered_->bytes();
   return bytes;
 }
 

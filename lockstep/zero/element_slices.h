@@ -1,17 +1,20 @@
 // Sharding by elements: the trainable parameters of a group lie in one flat buffer (a block), of which every rank steps
-// an equal slice; one all-gather in place gives all ranks the rest. Internal to zero.
+// an equal slice; one all-gather in place gives all ranks the rest. In ZeRO's second stage DDP's buckets are the
+// blocks, and gradients come in slices too. Internal to zero.
 //
 // The local optimizer sees its slice as few long parameters (runs). A run is cut at the borders of parameters where
 // their state would differ: if some got no gradient in a step, or were loaded with other step counts. So the result is
 // that of whole parameters, whatever happens; as a rule there is one run, and one for each large parameter.
 #pragma once
 
+#include <memory>
 #include <optional>
 #include <unordered_set>
 #include <utility>
 #include <vector>
 
 #include "lockstep/comm/group.h"
+#include "lockstep/zero/scattered_gradients.h"
 #include "lockstep/zero/sharding.h"
 
 namespace lockstep::detail {
@@ -22,6 +25,14 @@ class ElementSlices final : public Sharding {
   static constexpr int64_t kAlignmentBytes = 64;
 
   explicit ElementSlices(GroupPtr group) : group_(std::move(group)) {}
+  /// The second stage: parameters block by block, and the gradients' slices of the same blocks.
+  ElementSlices(GroupPtr group, std::vector<std::vector<at::Tensor>> blocks,
+                std::shared_ptr<ScatteredGradients> scattered)
+      : group_(std::move(group)), given_blocks_(std::move(blocks)), scattered_(std::move(scattered)) {}
+  ~ElementSlices() override;
+
+  /// How a block of these parameters is cut.
+  static SlicePlan plan_for(const std::vector<at::Tensor>& parameters, int world_size);
 
   /// Makes blocks of the trainable parameters that are in none; the parameters become views. Groups can be added at the
   /// end and taken away there.
@@ -41,17 +52,20 @@ class ElementSlices final : public Sharding {
   ShardingBytes bytes() const override;
 
  private:
+  struct Member {
+    int64_t index = 0;  // over all groups
+    std::size_t group = 0;
+    at::Tensor parameter = {};
+  };
   /// What this rank has of one parameter. Ranges count in the block.
   struct Piece {
-    int64_t index = 0;  // of the parameter, over all groups
-    at::Tensor parameter = {};
+    Member of = {};
     int64_t parameter_begin = 0;
     ElementRange elements = {};
 
     ElementRange in_parameter() const { return {elements.begin - parameter_begin, elements.end - parameter_begin}; }
-    bool has_gradient() const { return parameter.grad().defined(); }
   };
-  /// Pieces [first, last) of a block.
+  /// Pieces [first, last) of a block, all of one group.
   struct Run {
     std::size_t first = 0;
     std::size_t last = 0;
@@ -59,6 +73,8 @@ class ElementSlices final : public Sharding {
     at::Tensor parameter = {};
   };
   struct Block {
+    std::size_t number = 0;
+    std::size_t last_group = 0;
     SlicePlan plan = {};
     at::Tensor buffer = {};
     at::Tensor gradients = {};  // of this rank's slice, where they do not lie like it
@@ -68,17 +84,25 @@ class ElementSlices final : public Sharding {
   };
   using PieceValues = std::vector<std::optional<NamedValues>>;
 
-  Block made_block(const std::vector<std::pair<int64_t, at::Tensor>>& members) const;
+  Block made_block(const std::vector<Member>& members) const;
   ElementRange own_slice(const Block& block) const;
+  bool has_gradient(const Piece& piece) const;
   /// As the run's parameter lies; a view if there is nothing to put together.
   at::Tensor gradient_of(Block& block, const Run& run) const;
   Run made_run(const Block& block, std::size_t first, std::size_t last) const;
   /// Runs as long as presence of gradients and the values that are not by element allow.
   std::vector<Run> cut(const Block& block, const PieceValues& values) const;
+  /// The run's state, from that of its pieces.
+  NamedValues joined(const PieceValues& values, const Run& run, const Block& block) const;
+  /// Calls visit(group, block, run) in the order of the local optimizer's parameters.
+  template <class Blocks, class Visit>
+  void for_each_run(Blocks& blocks, const Visit& visit) const;
 
   const GroupPtr group_;
+  const std::vector<std::vector<at::Tensor>> given_blocks_;
+  const std::shared_ptr<ScatteredGradients> scattered_;  // null in the first stage
   std::vector<std::vector<at::Tensor>> groups_;
-  std::vector<std::vector<Block>> blocks_;  // by group
+  std::vector<Block> blocks_;
 };
 
 }  // namespace lockstep::detail

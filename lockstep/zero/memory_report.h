@@ -7,10 +7,12 @@ namespace lockstep {
 
 /// In bytes, on one rank.
 struct ZeroMemoryReport {
-  /// All of them: ZeRO's first stage does not divide parameters and gradients.
+  /// All of them: they are not divided.
   int64_t parameters = 0;
   /// This rank's part of the optimizer state.
   int64_t state = 0;
+  /// This rank's slices of gradients, with ZeroStage::kGradients; else gradients are whole, and not counted here.
+  int64_t gradients = 0;
   /// Flat tensors that parameters are views of: no memory beside theirs, once the old one is freed.
   int64_t buckets = 0;
   /// Kept from step to step for moving parameters and gradients.

@@ -22,12 +22,22 @@ namespace {
 using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 
 GroupPtr group_of(const ZeroOptions& options) {
-  if (!options.process_group) return default_group();
+  if (!options.process_group) {
+    const auto ddp = options.ddp.engine();
+    return ddp ? ddp->group() : default_group();
+  }
   if (*options.process_group) return *options.process_group;
   const auto world = current_world();
   TORCH_CHECK_VALUE(false, "[lockstep/zero] rank ", world ? str(world->rank(), " of ", world->world_size()) : "unknown",
                     ": this rank is not in the process group it was given, which is null. Only ranks of the group may ",
                     "make a ZeroRedundancyOptimizer on it.");
+}
+
+ZeroOptions with_partition(ZeroOptions options) {
+  if (!options.partition) {
+    options.partition = options.stage == ZeroStage::kGradients ? ZeroPartition::kElements : ZeroPartition::kParameters;
+  }
+  return options;
 }
 
 class StepAgain final : public JoinHook {
@@ -53,12 +63,12 @@ int64_t bytes_in(const NamedValues& values) {
 ZeroOptimizer::ZeroOptimizer(const Groups& groups, LocalOptimizerType type, ZeroOptions options)
     : Optimizer(Groups(), type.defaults->clone()),
       type_(std::move(type)),
-      options_(std::move(options)),
+      options_(with_partition(std::move(options))),
       group_(group_of(options_)) {
   check_arguments(groups);
   for (const auto& group : groups) append_group(group);
   default_device_ = all_parameters().front().device();
-  partition_.emplace(*this, group_->getSize(), who());
+  partition_.emplace(*this, options_.stage == ZeroStage::kReplicated ? 1 : group_->getSize(), who());
   for (const auto& parameter : all_parameters()) is_trainable_.push_back(parameter.requires_grad());
   if (options_.overlap_with_ddp) {
     overlap_ = std::make_shared<detail::ZeroOverlap>(*this);
@@ -79,10 +89,12 @@ std::string ZeroOptimizer::who() const {
 }
 
 void ZeroOptimizer::check_arguments(const Groups& groups) const {
-  TORCH_CHECK_VALUE(!type_.needs_all_parameters, who(), ": ", type_.name,
+  const bool is_sharded = options_.stage != ZeroStage::kReplicated;
+  TORCH_CHECK_VALUE(!is_sharded || !type_.needs_all_parameters, who(), ": ", type_.name,
                     " cannot be sharded: what it does to one parameter depends on all of them");
+  check_stage();
   if (options_.overlap_with_ddp) check_overlap(groups);
-  const bool is_by_elements = options_.partition == ZeroPartition::kElements;
+  const bool is_by_elements = is_sharded && options_.partition == ZeroPartition::kElements;
   TORCH_CHECK_VALUE(!is_by_elements || type_.is_elementwise, who(), ": ", type_.name,
                     " is not known to update every element by itself, so it cannot step slices of parameters. Use ",
                     "ZeroPartition::kParameters, or say kIsElementwise in your class.");
@@ -91,6 +103,19 @@ void ZeroOptimizer::check_arguments(const Groups& groups) const {
   detail::ParameterGroups parameters;
   for (const auto& group : groups) parameters.push_back(group.params());
   detail::check_parameters(parameters, who());
+}
+
+void ZeroOptimizer::check_stage() const {
+  if (options_.stage == ZeroStage::kState) return;
+  const char* name = has_sharded_gradients() ? "ZeroStage::kGradients" : "ZeroStage::kReplicated";
+  TORCH_CHECK_VALUE(!options_.overlap_with_ddp, who(), ": overlap_with_ddp is a way to divide state, not for ", name);
+  TORCH_CHECK_VALUE(options_.params_per_rank.empty(), who(), ": params_per_rank divides state, which is not for ",
+                    name);
+  if (!has_sharded_gradients()) return;
+  TORCH_CHECK_VALUE(options_.partition == ZeroPartition::kElements && !options_.parameters_as_bucket_view, who(), ": ",
+                    name, " divides by elements. Leave partition and parameters_as_bucket_view as they are.");
+  TORCH_CHECK_VALUE(options_.ddp.engine(), who(), ": ", name, " needs the DistributedDataParallel that computes the ",
+                    "gradients. Give it as ZeroOptions{.stage = ", name, ", .ddp = ddp}.");
 }
 
 void ZeroOptimizer::check_overlap(const Groups& groups) const {
@@ -128,11 +153,14 @@ std::vector<at::Tensor> ZeroOptimizer::all_parameters() const {
 }
 
 void ZeroOptimizer::make_sharding() {
-  if (options_.partition == ZeroPartition::kParameters) {
-    sharding_ = std::make_unique<detail::WholeParameters>(*partition_, options_.parameters_as_bucket_view, group_);
+  const bool is_replicated = options_.stage == ZeroStage::kReplicated;
+  if (is_replicated || options_.partition == ZeroPartition::kParameters) {
+    sharding_ = std::make_unique<detail::WholeParameters>(*partition_, options_.parameters_as_bucket_view,
+                                                          is_replicated ? nullptr : group_);
     return;
   }
-  if (!sharding_) sharding_ = std::make_unique<detail::ElementSlices>(group_);
+  if (!sharding_)
+    sharding_ = has_sharded_gradients() ? shard_gradients() : std::make_unique<detail::ElementSlices>(group_);
   static_cast<detail::ElementSlices&>(*sharding_).set_groups(parameter_groups());
 }
 
@@ -147,6 +175,8 @@ LocalOptimizerType::Groups ZeroOptimizer::local_groups() const {
 
 void ZeroOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& group) {
   TORCH_CHECK(!overlap_, who(), ": overlap_with_ddp takes one parameter group, so none can be added");
+  TORCH_CHECK(!has_sharded_gradients(), who(), ": with ZeroStage::kGradients the parameters are those of DDP, so no ",
+              "group can be added");
   notice_new_groups();
   TORCH_CHECK(options_.params_per_rank.empty(), who(), ": params_per_rank says who has which parameter of one group, ",
               "so no other group can be added");
@@ -188,7 +218,8 @@ void ZeroOptimizer::notice_new_groups() {
     }
   }
   if (is_same) return;
-  TORCH_CHECK(!overlap_, who(), ": parameter groups were changed, which overlap_with_ddp does not allow");
+  TORCH_CHECK(!overlap_ && !has_sharded_gradients(), who(), ": parameter groups were changed, which ",
+              overlap_ ? "overlap_with_ddp" : "ZeroStage::kGradients", " does not allow");
   for (const auto& group : param_groups_) {
     auto& parameters = now.emplace_back();
     for (const auto& parameter : group.params()) parameters.push_back(parameter.unsafeGetTensorImpl());
@@ -209,8 +240,9 @@ void ZeroOptimizer::notice_trainability() {
     for (const auto& parameter : group.params()) now.push_back(parameter.requires_grad());
   }
   if (now == is_trainable_) return;
-  TORCH_CHECK(!overlap_, who(), ": some parameters were frozen or are trainable now, which overlap_with_ddp does not ",
-              "allow: DDP's buckets would hold others");
+  TORCH_CHECK(
+      !overlap_ && !has_sharded_gradients(), who(), ": some parameters were frozen or are trainable now, which ",
+      overlap_ ? "overlap_with_ddp" : "ZeroStage::kGradients", " does not allow: DDP's buckets would hold others");
   TORCH_WARN(who(), ": some parameters were frozen or are trainable now. Who updates which stays as it is.");
   is_trainable_ = std::move(now);
   if (sharding_->takes_gradients_in_place()) return sharding_->on_trainability_change();
@@ -314,12 +346,25 @@ at::Tensor ZeroOptimizer::clip_grad_norm_(double max_norm, double norm_type, boo
                : operation == ShardReduce::kMax ? ReduceOp::MAX
                                                 : ReduceOp::MIN);
   };
-  const auto norm = get_total_norm(sharding_->own_gradients(), {.norm_type = norm_type,
-                                                                .error_if_nonfinite = error_if_nonfinite,
-                                                                .over_shards = over_ranks,
-                                                                .device = default_device_});
-  clip_grads_with_norm_(all_parameters(), max_norm, norm);
+  NormOptions options{.norm_type = norm_type, .error_if_nonfinite = error_if_nonfinite, .device = default_device_};
+  if (options_.stage != ZeroStage::kReplicated) options.over_shards = over_ranks;
+  const auto norm = get_total_norm(sharding_->own_gradients(), options);
+  scale_to_norm_(held_gradients(), max_norm, norm);
   return norm;
+}
+
+void ZeroOptimizer::zero_grad(bool set_to_none) {
+  Optimizer::zero_grad(set_to_none);
+  if (has_sharded_gradients()) sharding_->drop_gradients();
+}
+
+std::vector<at::Tensor> ZeroOptimizer::held_gradients() {
+  if (has_sharded_gradients()) return sharding_->own_gradients();
+  std::vector<at::Tensor> gradients;
+  for (const auto& parameter : all_parameters()) {
+    if (parameter.grad().defined()) gradients.push_back(parameter.grad());
+  }
+  return gradients;
 }
 
 ZeroMemoryReport ZeroOptimizer::memory_report() const {
@@ -333,11 +378,13 @@ ZeroMemoryReport ZeroOptimizer::memory_report() const {
   for (const auto& [position, values] : state_dict_of(*local_).state) report.state += bytes_in(values);
   const auto kept = sharding_->bytes();
   report.buckets = kept.buckets;
+  report.gradients = kept.gradients;
   report.temporaries = kept.temporaries;
   return report;
 }
 
 PartitionCache& ZeroOptimizer::partition() {
+  TORCH_CHECK(options_.stage != ZeroStage::kReplicated, who(), ": with ZeroStage::kReplicated nothing is divided");
   TORCH_CHECK(options_.partition == ZeroPartition::kParameters, who(),
               ": with ZeroPartition::kElements parameters belong to several ranks, so nobody has one");
   if (overlap_) overlap_->check_initialized("a partition");

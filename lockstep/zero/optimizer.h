@@ -12,6 +12,7 @@
 
 #include "lockstep/join/joinable.h"
 #include "lockstep/optim/clip_grad.h"
+#include "lockstep/optim/gradient_holder.h"
 #include "lockstep/zero/local_optimizer.h"
 #include "lockstep/zero/memory_report.h"
 #include "lockstep/zero/options.h"
@@ -29,7 +30,7 @@ class ZeroOverlap;
 
 struct OverlapInfo;
 
-class ZeroOptimizer : public torch::optim::Optimizer, public Joinable {
+class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public GradientHolder {
  public:
   ~ZeroOptimizer() override;
 
@@ -61,8 +62,13 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable {
   void load(torch::serialize::InputArchive& archive) override;
 
   /// Clips all gradients by the norm of the whole; every rank computes the part of its share. Gradients must be the
-  /// same on all ranks, as they are after DDP's backward. Returns the norm. Collective and blocking.
+  /// same on all ranks, as they are after DDP's backward, or sharded. Returns the norm. Collective and blocking.
   at::Tensor clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
+
+  /// Python's; with sharded gradients it drops this rank's slices too, which the base class knows nothing of.
+  void zero_grad(bool set_to_none = true);
+  /// What step() would use, as GradScaler takes it: those of the parameters, or this rank's slices of them.
+  std::vector<at::Tensor> held_gradients() override;
 
   /// Bytes on this rank. Local.
   ZeroMemoryReport memory_report() const;
@@ -111,7 +117,11 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable {
   void check_arguments(const std::vector<torch::optim::OptimizerParamGroup>& groups) const;
   void check_overlap(const std::vector<torch::optim::OptimizerParamGroup>& groups) const;
   void append_group(const torch::optim::OptimizerParamGroup& group);
+  void check_stage() const;
+  bool has_sharded_gradients() const { return options_.stage == ZeroStage::kGradients; }
   void make_sharding();
+  /// Makes DDP's backwards give their gradients to a sharding, which is returned.
+  std::unique_ptr<detail::Sharding> shard_gradients();
   LocalOptimizerType::Groups local_groups() const;
   /// Makes the last groups known to the sharding and to the local optimizer.
   void take_in_groups();
@@ -123,6 +133,7 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable {
   void take_gradients();
   /// Brings options and groups up to date; throws if `what`, which reads or replaces state, is not possible yet.
   void prepare_for_state(const char* what);
+  /// This rank's part of the state; of replicas only the first rank's.
   std::vector<detail::StatePiece> own_pieces() const;
   /// Options of all groups, with indices, without state.
   OptimizerStateDict exposed_groups() const;
@@ -134,7 +145,7 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable {
 
   // Fixed after construction.
   const LocalOptimizerType type_;
-  const ZeroOptions options_;
+  const ZeroOptions options_;  // partition is given
   const GroupPtr group_;
   c10::Device default_device_ = at::kCPU;
 

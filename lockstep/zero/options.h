@@ -3,25 +3,54 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <optional>
 #include <vector>
 
 #include "lockstep/comm/group.h"
+#include "lockstep/ddp/engine.h"
 #include "lockstep/zero/partition.h"
 
 namespace lockstep {
 
+/// What is divided among the ranks. Parameters end up the same in all stages.
+enum class ZeroStage {
+  /// Nothing: every rank steps everything, as plain optimizers do under DDP.
+  kReplicated = 0,
+  /// Optimizer state and the work of the step.
+  kState = 1,
+  /// Gradients too: every rank keeps its slice of their average, and DDP frees the rest while backward runs. Needs
+  /// `ddp`; .grad is undefined after its backwards.
+  kGradients = 2,
+};
+
+/// A DistributedDataParallel of any module, which is not kept alive.
+class DdpReference {
+ public:
+  DdpReference() = default;
+  DdpReference(WrapsEngine auto& ddp) : engine_(ddp.engine().weak_from_this()) {}  // NOLINT: meant to be implicit
+
+  std::shared_ptr<DdpEngine> engine() const { return engine_.lock(); }
+
+ private:
+  std::weak_ptr<DdpEngine> engine_;
+};
+
 struct ZeroOptions {
-  /// The ranks that share the state. Not given: the default group. Null, which new_group() gives to ranks that are not
-  /// in the group, is refused.
+  /// The ranks that share the state. Not given: that of `ddp`, else the default group. Null, which new_group() gives to
+  /// ranks that are not in the group, is refused.
   std::optional<GroupPtr> process_group = std::nullopt;
+  /// One program goes from plain data parallelism to sharded gradients by this option.
+  ZeroStage stage = ZeroStage::kState;
+  /// The wrapper whose backwards compute the gradients.
+  DdpReference ddp = {};
   /// Parameters become views of one flat tensor for each rank, which is sent whole. Costs no further memory once it is
   /// made, and no copy in a step.
   bool parameters_as_bucket_view = false;
   bool overlap_with_ddp = false;
   /// kElements divides evenly whatever the sizes are; for optimizers that treat every element alike. Parameters then
-  /// become views of flat tensors.
-  ZeroPartition partition = ZeroPartition::kParameters;
+  /// become views of flat tensors. Not given: kElements with ZeroStage::kGradients, which needs it, else kParameters.
+  std::optional<ZeroPartition> partition = std::nullopt;
   /// Instead of a computed partition: for every rank its parameters. Some may be in no list; nobody updates those. One
   /// parameter group only.
   std::vector<std::vector<at::Tensor>> params_per_rank = {};

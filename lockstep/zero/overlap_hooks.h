@@ -1,26 +1,19 @@
 // Comm hooks that step a ZeroRedundancyOptimizer inside of DDP's backward. Python's ddp_zero_hook.
 //
-//   ZeroRedundancyOptimizer<torch::optim::AdamW> optimizer(ddp.parameters(), {1e-3}, ZeroOptions{.overlap_with_ddp =
-//   true}); ddp.register_comm_hook(hook_with_zero_step(allreduce_hook(), ddp, optimizer));
+//   ZeroRedundancyOptimizer<torch::optim::AdamW> optimizer(ddp.parameters(), {1e-3},
+//                                                          ZeroOptions{.overlap_with_ddp = true});
+//   ddp.register_comm_hook(hook_with_zero_step(allreduce_hook(), ddp, optimizer));
 //
 // The loop has no optimizer.step(). DDP's first two steps (three of a static graph) update nothing, because buckets
 // are laid out anew after them; none is lost if DDP was made with DdpOptions::bucket_plan or find_unused_parameters.
-// Functions are local and make hooks, to be registered on the DDP they were made for. See docs/zero_overlap.md.
+// Functions are local and make hooks, to be registered on the DDP they were made for. See docs/zero.md.
 #pragma once
-
-#include <concepts>
 
 #include "lockstep/ddp/comm_hook.h"
 #include "lockstep/ddp/engine.h"
 #include "lockstep/zero/optimizer.h"
 
 namespace lockstep {
-
-/// A DistributedDataParallel of any module.
-template <class Ddp>
-concept WrapsEngine = requires(Ddp& ddp) {
-  { ddp.engine() } -> std::same_as<DdpEngine&>;
-};
 
 /// `hook`, which averages gradients, and when the last bucket has been launched, bucket by bucket: the step of this
 /// rank's part and the broadcast of all parts. Backward ends when all parameters are there. With `shard_buckets` parts

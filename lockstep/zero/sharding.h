@@ -15,6 +15,7 @@ namespace lockstep::detail {
 /// Bytes that a sharding keeps between steps beside parameters and state.
 struct ShardingBytes {
   int64_t buckets = 0;      // that hold parameters
+  int64_t gradients = 0;    // this rank's, of the second stage
   int64_t temporaries = 0;  // that are used in a step
 };
 

@@ -24,12 +24,13 @@ NamedValues placed_beside(const at::Tensor& parameter, const NamedValues& values
 WholeParameters::WholeParameters(PartitionCache& partition, bool as_bucket_view, GroupPtr group)
     : group_(std::move(group)) {
   const auto& groups = partition.partition();
-  for (const auto& each : groups[group_->getRank()]) {
+  for (const auto& each : groups[group_ ? group_->getRank() : 0]) {
     auto& shares = own_.emplace_back();
     for (const auto& parameter : each.params()) {
       shares.push_back({partition.param_to_index().at(parameter.unsafeGetTensorImpl()), parameter});
     }
   }
+  if (!group_) return;
   if (as_bucket_view) {
     device_parameters_ = partition.device_to_params_per_rank();
     views_.emplace(device_parameters_, group_);
@@ -67,7 +68,8 @@ std::vector<at::Tensor> WholeParameters::own_gradients() const {
 }
 
 void WholeParameters::sync() {
-  views_ ? views_->sync(group_) : sync_->sync();
+  if (views_) views_->sync(group_);
+  if (sync_) sync_->sync();
 }
 
 std::vector<StatePiece> WholeParameters::pieces(const torch::optim::Optimizer& local) const {

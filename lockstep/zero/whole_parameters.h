@@ -14,7 +14,8 @@ namespace lockstep::detail {
 
 class WholeParameters final : public Sharding {
  public:
-  /// Takes what it needs of `partition`; made anew when that changes.
+  /// Takes what it needs of `partition`; made anew when that changes. Without a group this rank has all of it, and
+  /// nothing is sent: `partition` is that of one rank.
   WholeParameters(PartitionCache& partition, bool as_bucket_view, GroupPtr group);
 
   std::vector<std::vector<at::Tensor>> local_parameters() const override;
@@ -37,7 +38,7 @@ class WholeParameters final : public Sharding {
   const GroupPtr group_;
   std::vector<std::vector<Share>> own_;  // by group
   DeviceParameters device_parameters_;   // bucket views only
-  // One of the two.
+  // One of the two; without a group neither.
   std::optional<BucketViews> views_;
   std::optional<ParameterSync> sync_;
 };

@@ -96,7 +96,7 @@ void compare(const World& world, const c10::IValue& subject, const Options& opti
   const bool has_groups = at_key(subject, "has_groups").toBool();
   for (auto& [name, zero] : ways(world.group())) {
     // With views or without: as in Python; elements are compared with both.
-    if (zero.partition == ZeroPartition::kParameters &&
+    if (zero.partition != ZeroPartition::kElements &&
         zero.parameters_as_bucket_view != at_key(subject, "as_view").toBool()) {
       continue;
     }

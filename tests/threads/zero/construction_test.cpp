@@ -194,8 +194,6 @@ TEST(ZeroConstruction, RefusesOptimizersThatNeedAllParameters) {
                                               {.process_group = world.group(), .partition = ZeroPartition::kElements});
             },
             {"Scaled is not known to update every element by itself"});
-        expect_error([&] { Zero(sized({3}), {0.1}, {.process_group = world.group(), .overlap_with_ddp = true}); },
-                     {"overlap_with_ddp is not built yet"});
       },
       {2});
 }

@@ -1,0 +1,62 @@
+// The gradients of ZeRO's second stage: of every bucket of DDP this rank's slice of the average. Internal to zero.
+//
+// Backwards add to it, as they add to .grad; a step uses it up. Filled by the reducer on threads of the autograd
+// engine, read between backwards.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/pending.h"
+#include "lockstep/ddp/gradient_scatter.h"
+#include "lockstep/zero/partition.h"
+
+namespace lockstep::detail {
+
+class ScatteredGradients final : public GradientScatter {
+ public:
+  /// How a bucket is cut, and what its gradients are.
+  struct Cut {
+    SlicePlan plan = {};
+    at::TensorOptions options = {};
+  };
+
+  /// `optimizer_indices` by the reducer's. `who` begins errors.
+  ScatteredGradients(std::vector<Cut> cuts, std::vector<int64_t> optimizer_indices, GroupPtr group, std::string who);
+
+  /// Backwards must not come any more: the optimizer is gone.
+  void detach() { is_detached_ = true; }
+
+  /// Whether the parameter has got a gradient, on any rank, since the last drop().
+  bool has(int64_t index) const { return has_[index]; }
+  /// This rank's slice of the bucket; where has() is false it means nothing.
+  const at::Tensor& slice(std::size_t bucket) const { return slices_[bucket].gradients; }
+  void drop();
+  int64_t bytes() const;
+
+  int64_t buffer_elements(std::size_t bucket) const override { return cuts_[bucket].plan.padded(); }
+  void launch(std::size_t bucket, const at::Tensor& buffer) override;
+  void finish(std::size_t bucket) override;
+  void end_backward(const std::vector<bool>& is_used) override;
+  void forget() override;
+
+ private:
+  struct Slice {
+    at::Tensor gradients = {};
+    at::Tensor arriving = {};  // if there are gradients to add to
+    std::optional<Pending> reduction = std::nullopt;
+  };
+
+  const std::vector<Cut> cuts_;
+  const std::vector<int64_t> optimizer_indices_;
+  const GroupPtr group_;
+  const std::string who_;
+  std::vector<Slice> slices_;
+  std::vector<bool> has_;  // by the optimizer's indices
+  bool has_any_ = false;
+  bool is_in_backward_ = false;
+  bool is_detached_ = false;
+};
+
+}  // namespace lockstep::detail

@@ -1,0 +1,56 @@
+// ZeRO's second stage: the optimizer takes over what DDP's backwards do with gradients.
+#include <c10/util/Exception.h>
+
+#include <unordered_map>
+#include <unordered_set>
+
+#include "lockstep/zero/element_slices.h"
+#include "lockstep/zero/optimizer.h"
+
+namespace lockstep {
+
+std::unique_ptr<detail::Sharding> ZeroOptimizer::shard_gradients() {
+  const auto ddp = options_.ddp.engine();
+  TORCH_CHECK_VALUE(ddp->group() == group_, who(), ": with ZeroStage::kGradients the optimizer's group must be DDP's, ",
+                    "which has ", ddp->group()->getSize(), " ranks");
+  TORCH_CHECK_VALUE(ddp->options().delay_all_reduce_named_params.empty(), who(),
+                    ": ZeroStage::kGradients cannot be together with delay_all_reduce_named_params");
+  auto& reducer = ddp->reducer_for("ZeroStage::kGradients");
+
+  std::unordered_map<const void*, int64_t> index_of;
+  std::unordered_set<const void*> missing;  // that no bucket holds
+  for (const auto& parameter : all_parameters()) {
+    index_of.emplace(parameter.unsafeGetTensorImpl(), static_cast<int64_t>(index_of.size()));
+    if (parameter.requires_grad()) missing.insert(parameter.unsafeGetTensorImpl());
+  }
+  std::vector<int64_t> indices;
+  for (const auto& parameter : reducer.parameters()) {
+    const auto found = index_of.find(parameter.unsafeGetTensorImpl());
+    TORCH_CHECK_VALUE(found != index_of.end(), who(), ": parameter '", reducer.plan().parameters()[indices.size()].name,
+                      "' of DDP is not in the optimizer. With ZeroStage::kGradients its gradient would be lost: give ",
+                      "the optimizer all parameters of DDP, or freeze it.");
+    TORCH_CHECK_VALUE(parameter.requires_grad(), who(), ": parameter '",
+                      reducer.plan().parameters()[indices.size()].name, "' was frozen after DDP was made");
+    missing.erase(found->first);
+    indices.push_back(found->second);
+  }
+  for (const auto& parameter : all_parameters()) {
+    TORCH_CHECK_VALUE(!missing.contains(parameter.unsafeGetTensorImpl()), who(), ": parameter ",
+                      index_of.at(parameter.unsafeGetTensorImpl()), " of the optimizer is not one that DDP averages. ",
+                      "With ZeroStage::kGradients all trainable ones must be.");
+  }
+
+  std::vector<std::vector<at::Tensor>> blocks;
+  std::vector<detail::ScatteredGradients::Cut> cuts;
+  for (const auto& bucket : reducer.plan().buckets()) {
+    auto& parameters = blocks.emplace_back();
+    for (const auto index : bucket.parameters) parameters.push_back(reducer.parameters()[index]);
+    cuts.push_back({.plan = detail::ElementSlices::plan_for(parameters, group_->getSize()),
+                    .options = parameters.front().options().requires_grad(false)});
+  }
+  auto scattered = std::make_shared<detail::ScatteredGradients>(std::move(cuts), std::move(indices), group_, who());
+  reducer.set_scatter(scattered, "ZeroStage::kGradients divides the gradients");
+  return std::make_unique<detail::ElementSlices>(group_, std::move(blocks), std::move(scattered));
+}
+
+}  // namespace lockstep

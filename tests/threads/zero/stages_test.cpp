@@ -1,0 +1,417 @@
+// One option from plain data parallelism to sharded gradients: the same parameters, and less memory.
+#include "lockstep/optim/grad_scaler.h"
+#include "lockstep/zero/overflow.h"
+#include "lockstep/zero/streaming.h"
+#include "tests/ddp_models.h"
+#include "tests/zero_fixtures.h"
+
+namespace lockstep {
+namespace {
+
+using namespace ddp_models;
+using testing::expect_error;
+using torch::optim::AdamW;
+using torch::optim::AdamWOptions;
+using zero_fixtures::copies_of;
+using zero_fixtures::expect_same;
+using zero_fixtures::expect_same_state;
+using zero_fixtures::on_ranks;
+using zero_fixtures::Within;
+using Zero = ZeroRedundancyOptimizer<AdamW>;
+
+const std::vector<int64_t> kSizes = {6, 40, 30, 20, 3};
+const std::vector<ZeroStage> kStages = {ZeroStage::kReplicated, ZeroStage::kState, ZeroStage::kGradients};
+constexpr int64_t kRows = 12;
+
+AdamWOptions adamw() {
+  return AdamWOptions(0.02).weight_decay(0.1);
+}
+
+/// Small buckets, so that there are several.
+DdpOptions small_buckets(const World& world) {
+  return {.process_group = world.group(), .bucket_cap_mb = 0.002};
+}
+
+template <class Ddp>
+ZeroOptions at_stage(ZeroStage stage, Ddp& ddp) {
+  return {.stage = stage, .ddp = ddp};
+}
+
+template <class Ddp>
+at::Tensor loss_of(Ddp& ddp, const World& world, int step) {
+  return ddp(my_rows(random_batch(kRows, kSizes[0], 100 + step), world)).pow(2).mean();
+}
+
+std::string name_of(ZeroStage stage) {
+  return "stage " + std::to_string(static_cast<int>(stage));
+}
+
+/// gloo adds up in another order for a sum that is scattered.
+Within bits_or_close(const World& world) {
+  return world.group()->getBackend(at::kCPU)->getBackendName() == "gloo" && world.world_size() > 2 ? Within{1e-5}
+                                                                                                   : Within{};
+}
+
+/// Parameters after DDP and a plain optimizer did `train`, and after DDP and ZeRO in every stage did.
+template <class Train>
+void expect_parity(const World& world, const DdpOptions& options, const Train& train) {
+  DistributedDataParallel plain_ddp(mlp(kSizes), options);
+  AdamW plain(plain_ddp.parameters(), adamw());
+  train(plain_ddp, plain);
+  for (const auto stage : kStages) {
+    DistributedDataParallel ddp(mlp(kSizes), options);
+    Zero zero(ddp.parameters(), adamw(), at_stage(stage, ddp));
+    train(ddp, zero);
+    expect_same(ddp.parameters(), plain_ddp.parameters(), name_of(stage), bits_or_close(world));
+  }
+}
+
+// ZERO-67
+TEST(ZeroStages, EndInTheSameParameters) {
+  on_ranks([](const World& world) {
+    for (const bool is_static : {false, true}) {
+      for (const bool is_batched : {false, true}) {
+        auto options = small_buckets(world);
+        options.static_graph = is_static;
+        options.batched_grad_copy = is_batched;
+        expect_parity(world, options, [&](auto& ddp, auto& optimizer) {
+          for (int step = 0; step < 4; ++step) {
+            optimizer.zero_grad();
+            loss_of(ddp, world, step).backward();
+            optimizer.step();
+          }
+        });
+      }
+    }
+  });
+}
+
+// ZERO-67
+TEST(ZeroStages, AddUpGradientsOfSeveralBackwards) {
+  on_ranks([](const World& world) {
+    expect_parity(world, small_buckets(world), [&](auto& ddp, auto& optimizer) {
+      for (int step = 0; step < 9; step += 3) {
+        optimizer.zero_grad();
+        {
+          const auto local = ddp.no_sync();
+          loss_of(ddp, world, step).backward();
+        }
+        loss_of(ddp, world, step + 1).backward();
+        optimizer.step();
+      }
+    });
+  });
+}
+
+// ZERO-67: backwards that are all averaged add up in the slices.
+TEST(ZeroStages, AddUpAveragedGradients) {
+  on_ranks([](const World& world) {
+    DistributedDataParallel plain_ddp(mlp(kSizes), small_buckets(world));
+    DistributedDataParallel ddp(mlp(kSizes), small_buckets(world));
+    AdamW plain(plain_ddp.parameters(), adamw());
+    Zero zero(ddp.parameters(), adamw(), at_stage(ZeroStage::kGradients, ddp));
+    for (int step = 0; step < 6; ++step) {
+      // The sum of the averages, however DDP would come to it.
+      std::vector<at::Tensor> sums;
+      for (int i = 0; i < 2; ++i) {
+        plain.zero_grad();
+        loss_of(plain_ddp, world, 2 * step + i).backward();
+        const auto gradients = gradients_of(plain_ddp);
+        for (std::size_t j = 0; j < gradients.size(); ++j)
+          i == 0 ? sums.push_back(gradients[j]) : void(sums[j] += gradients[j]);
+        loss_of(ddp, world, 2 * step + i).backward();
+      }
+      const auto parameters = plain_ddp.parameters();
+      for (std::size_t j = 0; j < sums.size(); ++j) parameters[j].mutable_grad() = sums[j];
+      plain.step();
+      zero.step();  // uses them up, so that zero_grad() is not needed
+      expect_same(ddp.parameters(), plain_ddp.parameters(), "", bits_or_close(world));
+    }
+    // What a skipped step leaves behind must not reach the next one.
+    loss_of(ddp, world, 77).mul(1e6).backward();
+    zero.zero_grad();
+    plain.zero_grad();
+    loss_of(ddp, world, 78).backward();
+    loss_of(plain_ddp, world, 78).backward();
+    zero.step();
+    plain.step();
+    expect_same(ddp.parameters(), plain_ddp.parameters(), "after zero_grad", bits_or_close(world));
+  });
+}
+
+// ZERO-67: what no rank uses gets no update, in the step in which it is so.
+TEST(ZeroStages, LeaveUnusedParametersAlone) {
+  on_ranks([](const World& world) {
+    DdpOptions options{.process_group = world.group(), .bucket_cap_mb = 0.0001, .find_unused_parameters = true};
+    const auto train = [&](auto& ddp, auto& optimizer) {
+      for (int step = 0; step < 6; ++step) {
+        optimizer.zero_grad();
+        const auto batch = my_rows(random_batch(kRows, 4, step), world);
+        // The left branch: nowhere, on one rank, everywhere.
+        ddp(batch, step % 3 == 2 || (step % 3 == 1 && world.rank() == 0), true).pow(2).mean().backward();
+        optimizer.step();
+      }
+    };
+    DistributedDataParallel plain_ddp(seeded(Branchy()), options);
+    AdamW plain(plain_ddp.parameters(), adamw());
+    train(plain_ddp, plain);
+    for (const auto stage : kStages) {
+      DistributedDataParallel ddp(seeded(Branchy()), options);
+      Zero zero(ddp.parameters(), adamw(), at_stage(stage, ddp));
+      train(ddp, zero);
+      expect_same(ddp.parameters(), plain_ddp.parameters(), name_of(stage), bits_or_close(world));
+      zero.consolidate_state_dict();
+      if (world.rank() == 0) expect_same_state(zero.state_dict(), state_dict_of(plain), bits_or_close(world));
+    }
+  });
+}
+
+// ZERO-67
+TEST(ZeroStages, TakeGroupsWithOptionsOfTheirOwn) {
+  on_ranks([](const World& world) {
+    const auto groups_of = [](const std::vector<at::Tensor>& parameters) {
+      std::vector<at::Tensor> weights;
+      std::vector<at::Tensor> biases;
+      for (const auto& each : parameters) (each.dim() > 1 ? weights : biases).push_back(each);
+      return std::vector<torch::optim::OptimizerParamGroup>{
+          {weights, std::make_unique<AdamWOptions>(adamw())},
+          {biases, std::make_unique<AdamWOptions>(adamw().weight_decay(0).lr(0.05))}};
+    };
+    DistributedDataParallel plain_ddp(mlp(kSizes), small_buckets(world));
+    AdamW plain(groups_of(plain_ddp.parameters()), adamw());
+    const auto train = [&](auto& ddp, auto& optimizer) {
+      for (int step = 0; step < 3; ++step) {
+        optimizer.zero_grad();
+        loss_of(ddp, world, step).backward();
+        optimizer.step();
+      }
+    };
+    train(plain_ddp, plain);
+    for (const auto stage : kStages) {
+      DistributedDataParallel ddp(mlp(kSizes), small_buckets(world));
+      Zero zero(groups_of(ddp.parameters()), adamw(), at_stage(stage, ddp));
+      train(ddp, zero);
+      expect_same(ddp.parameters(), plain_ddp.parameters(), name_of(stage), bits_or_close(world));
+    }
+  });
+}
+
+// ZERO-67: state goes from stage to stage, and is that of the plain optimizer.
+TEST(ZeroStages, ExchangeTheirState) {
+  on_ranks([](const World& world) {
+    DistributedDataParallel plain_ddp(mlp(kSizes), small_buckets(world));
+    AdamW plain(plain_ddp.parameters(), adamw());
+    std::optional<OptimizerStateDict> carried;
+    int step = 0;
+    for (const auto stage : {ZeroStage::kGradients, ZeroStage::kReplicated, ZeroStage::kGradients, ZeroStage::kState}) {
+      DistributedDataParallel next(mlp(kSizes), small_buckets(world));
+      {
+        const at::NoGradGuard no_grad;
+        for (std::size_t i = 0; i < next.parameters().size(); ++i)
+          next.parameters()[i].copy_(plain_ddp.parameters()[i]);
+      }
+      Zero zero(next.parameters(), adamw(), at_stage(stage, next));
+      if (carried) zero.load_state_dict(*carried);
+      for (int i = 0; i < 2; ++i, ++step) {
+        plain.zero_grad();
+        loss_of(plain_ddp, world, step).backward();
+        loss_of(next, world, step).backward();
+        plain.step();
+        zero.step();
+        zero.zero_grad();
+      }
+      expect_same(next.parameters(), plain_ddp.parameters(), name_of(stage), bits_or_close(world));
+      for (int to = 0; to < world.world_size(); ++to) zero.consolidate_state_dict(to);
+      const bool is_last = world.rank() == world.world_size() - 1;
+      if (is_last) {
+        EXPECT_EQ(zero.state_dict().state.size(), plain_ddp.parameters().size());
+      } else {
+        expect_error([&] { zero.state_dict(); }, {"was not consolidated"});
+      }
+      consolidate_in_chunks(zero, {.to = 0, .max_bytes = 4096});
+      if (world.rank() == 0) expect_same_state(zero.state_dict(), state_dict_of(plain), bits_or_close(world));
+      carried = state_dict_of(plain);
+    }
+  });
+}
+
+// ZERO-67, ZERO-72
+TEST(ZeroStages, ClipAndScaleAlike) {
+  on_ranks([](const World& world) {
+    const auto scaler_of = [&] {
+      return GradScaler({.device = at::kCPU, .init_scale = 1024, .agree = overflow_agreement(world.group())});
+    };
+    const auto overflows_at = [&](int step) { return step == 1 && world.rank() == 0; };
+    const auto train = [&](auto& ddp, auto& optimizer, const auto& clip) {
+      auto scaler = scaler_of();
+      std::vector<double> norms;
+      for (int step = 0; step < 4; ++step) {
+        optimizer.zero_grad();
+        auto loss = loss_of(ddp, world, step);
+        if (overflows_at(step)) loss = loss * std::numeric_limits<float>::infinity();
+        scaler.scale(loss).backward();
+        scaler.unscale_(optimizer);
+        norms.push_back(clip().template item<double>());
+        scaler.step(optimizer);
+        scaler.update();
+      }
+      EXPECT_EQ(scaler.get_scale(), 512) << "one step was left out";
+      return norms;
+    };
+    DistributedDataParallel plain_ddp(mlp(kSizes), small_buckets(world));
+    AdamW plain(plain_ddp.parameters(), adamw());
+    const auto expected = train(plain_ddp, plain, [&] { return clip_grad_norm_(plain_ddp.parameters(), 0.05); });
+    for (const auto stage : kStages) {
+      DistributedDataParallel ddp(mlp(kSizes), small_buckets(world));
+      Zero zero(ddp.parameters(), adamw(), at_stage(stage, ddp));
+      const auto norms = train(ddp, zero, [&] { return zero.clip_grad_norm_(0.05); });
+      for (std::size_t i : {0, 2, 3}) EXPECT_NEAR(norms[i], expected[i], 1e-5 * expected[i]) << name_of(stage);
+      expect_same(ddp.parameters(), plain_ddp.parameters(), name_of(stage), {1e-5});
+    }
+  });
+}
+
+// ZERO-67, JOIN-47: ranks without inputs step the slices they own.
+TEST(ZeroStages, JoinWithUnevenInputs) {
+  on_ranks([](const World& world) {
+    for (const bool divides_by_all : {true, false}) {
+      const auto train = [&](auto& ddp, auto& optimizer, std::vector<Joinable*> joinables) {
+        Join scope(std::move(joinables), {.divide_by_initial_world_size = divides_by_all});
+        scope.run([&] {
+          for (int step = 0; step < 2 + 2 * world.rank(); ++step) {
+            optimizer.zero_grad();
+            loss_of(ddp, world, step).backward();
+            optimizer.step();
+          }
+        });
+      };
+      DistributedDataParallel expected(mlp(kSizes), small_buckets(world));
+      Zero state(expected.parameters(), adamw(), at_stage(ZeroStage::kState, expected));
+      train(expected, state, {&expected, &state});
+      DistributedDataParallel ddp(mlp(kSizes), small_buckets(world));
+      Zero zero(ddp.parameters(), adamw(), at_stage(ZeroStage::kGradients, ddp));
+      train(ddp, zero, {&ddp, &zero});
+      expect_same(ddp.parameters(), expected.parameters(), "", bits_or_close(world));
+    }
+  });
+}
+
+// ZERO-67
+TEST(ZeroStages, KeepASliceOfTheGradientsAndTwoBuckets) {
+  on_ranks(
+      [](const World& world) {
+        // Twelve buckets of a layer each.
+        const std::vector<int64_t> sizes(13, 64);
+        constexpr int64_t kLayer = 4 * (64 * 64 + 64);
+        DistributedDataParallel ddp(mlp(sizes), {.process_group = world.group(), .bucket_cap_mb = 0.001});
+        Zero zero(ddp.parameters(), adamw(), at_stage(ZeroStage::kGradients, ddp));
+        int64_t most = 0;
+        const auto parameters = ddp.parameters();
+        for (const auto& parameter : parameters) {
+          parameter.register_hook([&](const at::Tensor&) {
+            int64_t whole = 0;
+            for (const auto& each : parameters)
+              whole += each.grad().defined() ? static_cast<int64_t>(each.grad().nbytes()) : 0;
+            most = std::max(most, whole);
+          });
+        }
+        for (int step = 0; step < 3; ++step) {
+          ddp(random_batch(kRows, 64, step)).pow(2).mean().backward();
+          for (const auto& each : parameters) EXPECT_FALSE(each.grad().defined());
+          zero.step();
+        }
+        const auto all = zero.memory_report().parameters;
+        EXPECT_EQ(all, 12 * kLayer);
+        EXPECT_LE(most, kLayer) << "of whole gradients while backward runs";
+        const auto alignment = 12 * 64;
+        EXPECT_LE(zero.memory_report().gradients, all / world.world_size() + alignment);
+        EXPECT_LE(ddp.engine().reducer()->lent_bytes(), 2 * (kLayer + world.world_size() * 64));
+        EXPECT_GT(ddp.engine().reducer()->lent_bytes(), 0);
+      },
+      {2, 4}, {"threads", "shm"});
+}
+
+// ZERO-67
+TEST(ZeroStages, RefuseWhatCannotBe) {
+  on_ranks(
+      [](const World& world) {
+        const auto plain = mlp(kSizes);
+        expect_error(
+            [&] {
+              Zero(plain->parameters(), adamw(),
+                   ZeroOptions{.process_group = world.group(), .stage = ZeroStage::kGradients});
+            },
+            {"needs the DistributedDataParallel", ".ddp = ddp"});
+        const auto with = [&](const DdpOptions& options) {
+          DistributedDataParallel ddp(mlp(kSizes), options);
+          const Zero zero(ddp.parameters(), adamw(), at_stage(ZeroStage::kGradients, ddp));
+        };
+        auto options = small_buckets(world);
+        options.gradient_as_bucket_view = true;
+        expect_error([&] { with(options); }, {"gradient_as_bucket_view", "ZeroStage::kGradients"});
+        options = small_buckets(world);
+        options.mixed_precision = MixedPrecision{.param_dtype = at::kBFloat16};
+        expect_error([&] { with(options); }, {"mixed_precision", "ZeroStage::kGradients"});
+
+        DistributedDataParallel ddp(mlp(kSizes), small_buckets(world));
+        const auto all = ddp.parameters();
+        const auto refused = [&](std::vector<at::Tensor> parameters, ZeroOptions zero,
+                                 const std::vector<std::string>& parts) {
+          zero.stage = ZeroStage::kGradients;
+          zero.ddp = ddp;
+          expect_error([&] { Zero(std::move(parameters), adamw(), std::move(zero)); }, parts);
+        };
+        refused(all, {.parameters_as_bucket_view = true}, {"parameters_as_bucket_view"});
+        refused(all, {.partition = ZeroPartition::kParameters}, {"by elements"});
+        refused(all, {.overlap_with_ddp = true}, {"overlap_with_ddp"});
+        refused(all, {.params_per_rank = {{all[0]}, {all[1]}}}, {"params_per_rank"});
+        refused({all.begin() + 1, all.end()}, {}, {"'layer0.weight'", "not in the optimizer"});
+        auto more = all;
+        more.push_back(at::ones({3}).requires_grad_());
+        refused(more, {}, {"parameter 8", "not one that DDP averages"});
+        refused(all, {.process_group = world.new_group({0, 1})}, {"group must be DDP's"});
+
+        std::optional<Zero> zero(std::in_place, all, adamw(), at_stage(ZeroStage::kGradients, ddp));
+        expect_error([&] { ddp.register_comm_hook(allreduce_hook(world.group())); }, {"ZeroStage::kGradients"});
+        refused(all, {}, {"ZeroStage::kGradients"});
+        expect_error([&] { zero->add_param_group({{at::ones({2}).requires_grad_()}}); }, {"no group can be added"});
+        loss_of(ddp, world, 0).backward();
+        all[0].requires_grad_(false);
+        expect_error([&] { zero->step(); }, {"frozen"});
+        all[0].requires_grad_(true);
+        zero->step();
+        zero.reset();
+        expect_error([&] { loss_of(ddp, world, 1).backward(); }, {"is gone"});
+      },
+      {2}, {"threads"});
+}
+
+// ZERO-67: of a backward that failed on the way nothing is used.
+TEST(ZeroStages, GoOnAfterABackwardThatFailed) {
+  on_ranks(
+      [](const World& world) {
+        DistributedDataParallel ddp(mlp(kSizes), small_buckets(world));
+        Zero zero(ddp.parameters(), adamw(), at_stage(ZeroStage::kGradients, ddp));
+        DistributedDataParallel expected(mlp(kSizes), small_buckets(world));
+        AdamW plain(expected.parameters(), adamw());
+        loss_of(ddp, world, 5).backward();
+        auto throws = true;
+        const auto first = ddp.parameters()[0];
+        first.register_hook([&](const at::Tensor&) { TORCH_CHECK(!throws, "a hook of the program failed"); });
+        expect_error([&] { loss_of(ddp, world, 6).backward(); }, {"a hook of the program failed"});
+        throws = false;
+        // As after any backward that failed: the step is given up, on all ranks.
+        ddp.engine().reducer()->reset_state();
+        zero.zero_grad();
+        plain.zero_grad();
+        loss_of(ddp, world, 7).backward();
+        loss_of(expected, world, 7).backward();
+        zero.step();
+        plain.step();
+        expect_same(ddp.parameters(), expected.parameters(), "", bits_or_close(world));
+      },
+      {2}, {"threads", "shm"});
+}
+
+}  // namespace
+}  // namespace lockstep
