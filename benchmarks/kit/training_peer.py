@@ -85,9 +85,14 @@ def forget_gradients(module):
         parameter.grad = None
 
 
-def resident_bytes(which):
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(which + ":"))
+def proc_bytes(file, field):
+    with open(f"/proc/self/{file}") as lines:
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":")), 0)
+
+
+def peak_bytes():
+    counted_by_others = proc_bytes("status", "RssShmem") - proc_bytes("smaps_rollup", "Pss_Shmem")
+    return proc_bytes("status", "VmHWM") - counted_by_others
 
 
 def forget_peak():
@@ -141,7 +146,7 @@ def run(make_contender):
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()) if has_gpu else torch.device("cpu")
     dist.init_process_group("nccl" if has_gpu and int(os.environ["WORLD_SIZE"]) <= torch.cuda.device_count() else "gloo")
-    before = resident_bytes("VmRSS")
+    before = proc_bytes("status", "VmRSS")
     forget_peak()
 
     def made(name):
@@ -154,7 +159,7 @@ def run(make_contender):
         names = [(what, each.name) for each in contenders for what, _, _ in each.timed]
         lines += [f"{what} {name} {value:.6f}" for (what, name), value in zip(names, row)]
     if len(contenders) == 1:
-        peak = resident_bytes("VmHWM") - before
+        peak = peak_bytes() - before
         for what, value in {**contenders[0].count_bytes(), "peak": peak}.items():
             highest = torch.tensor(float(value), dtype=torch.float64, device=device)
             dist.all_reduce(highest, dist.ReduceOp.MAX)

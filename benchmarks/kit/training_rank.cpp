@@ -35,13 +35,20 @@ double milliseconds_of(const TimedWork& work, const World& world) {
   return Milliseconds(Clock::now() - start).count();
 }
 
-/// In bytes: "VmRSS" is what is resident now, "VmHWM" at its highest.
-double resident_bytes(const std::string& which) {
+/// A line of `file` in /proc/self, in bytes; 0 where there is none.
+double proc_bytes(const std::string& file, const std::string& field) {
   std::string line;
-  for (std::ifstream status("/proc/self/status"); std::getline(status, line);) {
-    if (line.starts_with(which + ":")) return std::stod(line.substr(which.size() + 1)) * 1024;
+  for (std::ifstream lines("/proc/self/" + file); std::getline(lines, line);) {
+    if (line.starts_with(field + ":")) return std::stod(line.substr(field.size() + 1)) * 1024;
   }
   return 0;
+}
+
+/// Resident memory at its highest. Every rank has the pages of shared memory resident that it touched; they count once,
+/// in equal parts for those who have them, as of now.
+double peak_bytes() {
+  const auto counted_by_others = proc_bytes("status", "RssShmem") - proc_bytes("smaps_rollup", "Pss_Shmem");
+  return proc_bytes("status", "VmHWM") - counted_by_others;
 }
 
 /// Lets VmHWM start anew. Where the kernel does not allow it, what libraries needed to load counts as well.
@@ -81,14 +88,14 @@ void print(const std::string& what, const std::string& contender, double value) 
 
 void run_rank(const RankPlan& plan, const MakeContender& make) {
   const auto world = init();
-  const auto before = resident_bytes("VmRSS");
+  const auto before = proc_bytes("status", "VmRSS");
   forget_peak();
   std::vector<Contender> contenders;
   for (const auto& name : plan.contenders) contenders.push_back(make(name, plan.which, world));
   const auto times = take_turns(contenders, plan.seconds, world);
   std::map<std::string, double> bytes;
   if (contenders.size() == 1) {
-    const auto peak = resident_bytes("VmHWM") - before;
+    const auto peak = peak_bytes() - before;
     if (contenders[0].bytes) bytes = contenders[0].bytes();
     bytes["peak"] = peak;
   }
