@@ -2,21 +2,18 @@
 
 #include <ATen/ATen.h>
 
+#include <functional>
 #include <limits>
 #include <numeric>
 
 #include <torch/csrc/distributed/c10d/logger.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
-#include "benchmarks/ddp/workload.h"
+#include "benchmarks/kit/workload.h"
 #include "lockstep/ddp/distributed_data_parallel.h"
 
 namespace lockstep::bench {
 namespace {
-
-void forget_gradients(const torch::nn::Module& module) {
-  for (auto& parameter : module.parameters()) parameter.mutable_grad() = at::Tensor();
-}
 
 std::function<void()> local_step(const Workload& workload) {
   return [workload] {
@@ -25,9 +22,9 @@ std::function<void()> local_step(const Workload& workload) {
   };
 }
 
-std::function<void()> our_step(const Workload& workload, const Case& which, const World& world) {
-  const auto ddp = std::make_shared<DistributedDataParallel<std::shared_ptr<Trainable>>>(
-      workload.module, world.group(), DdpOptions{.gradient_as_bucket_view = which.as_view});
+std::function<void()> our_step(const Workload& workload, const World& world) {
+  const auto ddp =
+      std::make_shared<DistributedDataParallel<std::shared_ptr<Trainable>>>(workload.module, world.group());
   return [ddp, workload] {
     forget_gradients(*workload.module);
     ddp->forward(workload.input).pow(2).mean().backward();
@@ -36,7 +33,7 @@ std::function<void()> our_step(const Workload& workload, const Case& which, cons
 
 /// Its constructor has more arguments in later releases.
 template <class Reducer>
-std::shared_ptr<Reducer> make_reducer(const std::vector<at::Tensor>& parameters, const GroupPtr& group, bool as_view) {
+std::shared_ptr<Reducer> make_reducer(const std::vector<at::Tensor>& parameters, const GroupPtr& group) {
   std::vector<std::size_t> all(parameters.size());
   std::iota(all.begin(), all.end(), std::size_t{0});
   const std::vector<std::vector<std::size_t>> buckets = {all};
@@ -45,6 +42,7 @@ std::shared_ptr<Reducer> make_reducer(const std::vector<at::Tensor>& parameters,
   const std::unordered_map<std::size_t, std::string> names;
   const int64_t cap = c10d::kDefaultBucketBytesCap;
   const int64_t first = c10d::kDefaultFirstBucketBytes;
+  const bool as_view = false;
   using Buckets = decltype(buckets);
   if constexpr (std::is_constructible_v<Reducer, std::vector<at::Tensor>, Buckets, GroupPtr, std::vector<bool>, int64_t,
                                         bool, bool, std::unordered_map<std::size_t, std::string>, int64_t, bool, bool,
@@ -61,14 +59,14 @@ std::shared_ptr<Reducer> make_reducer(const std::vector<at::Tensor>& parameters,
   }
 }
 
-std::function<void()> reducer_step(const Workload& workload, const Case& which, const World& world) {
+std::function<void()> reducer_step(const Workload& workload, const World& world) {
   GroupPtr group = world.group();
   if (world.world_size() > 1 && !world.device().is_cuda()) {
     std::vector<int> ranks(static_cast<std::size_t>(world.world_size()));
     std::iota(ranks.begin(), ranks.end(), 0);
     group = new_group(world.group(), ranks, {.backend = "gloo", .name = "gloo for the reducer"});
   }
-  const auto reducer = make_reducer<c10d::Reducer>(workload.module->parameters(), group, which.as_view);
+  const auto reducer = make_reducer<c10d::Reducer>(workload.module->parameters(), group);
   return [reducer, workload] {
     forget_gradients(*workload.module);
     reducer->prepare_for_forward();
@@ -83,10 +81,11 @@ std::function<void()> reducer_step(const Workload& workload, const Case& which, 
 
 Contender make_contender(const std::string& name, const Case& which, const World& world) {
   const auto workload = make_workload(which.model, which.width, world.device());
-  if (name == "local") return {name, local_step(workload)};
-  if (name == "ours") return {name, our_step(workload, which, world)};
+  const auto made = [&](std::function<void()> step) { return Contender{name, {{"step", std::move(step)}}}; };
+  if (name == "local") return made(local_step(workload));
+  if (name == "ours") return made(our_step(workload, world));
   TORCH_CHECK(name == "c10d-reducer", "unknown contender ", name);
-  return {name, reducer_step(workload, which, world)};
+  return made(reducer_step(workload, world));
 }
 
 }  // namespace lockstep::bench

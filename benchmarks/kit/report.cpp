@@ -66,12 +66,12 @@ double Row::ratio() const {
 
 void Report::add(Row row) {
   if (rows_.empty()) {
-    std::printf("%-62s %17s  %-11s %17s %8s  %s\n", "case", "ours", "peer", "theirs", "ratio", "goal");
+    std::printf("%-62s %17s  %-19s %17s %8s  %s\n", "case", "ours", "peer", "theirs", "ratio", "goal");
   }
   std::string goal;
   if (row.goal) goal = formatted("%.4g", *row.goal) + (row.ratio() >= *row.goal ? " reached" : " missed");
   // The width counts bytes, and "±" has two of them.
-  std::printf("%-62s %18s  %-11s %18s %8s  %s\n", row.case_name.c_str(), readable(row.ours, row.metric).c_str(),
+  std::printf("%-62s %18s  %-19s %18s %8s  %s\n", row.case_name.c_str(), readable(row.ours, row.metric).c_str(),
               row.peer.c_str(), readable(row.theirs, row.metric).c_str(),
               formatted(row.ratio() < 100 ? "%.3g" : "%.0f", row.ratio()).c_str(), goal.c_str());
   std::fflush(stdout);

@@ -1,4 +1,4 @@
-// The models that are trained, and their batches. python_peer.py has the same ones.
+// The models that are trained, and their batches. training_peer.py has the same ones.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -20,5 +20,8 @@ struct Workload {
 /// "mlp": 8 layers of 1024x1024, 16 rows. "300-layers": 300 layers of width x width, 4 rows. "gpt": the demo's model.
 /// The loss of each is the mean of its squared outputs.
 Workload make_workload(const std::string& name, int64_t width, c10::Device device);
+
+/// As zero_grad(), without an optimizer.
+void forget_gradients(const torch::nn::Module& module);
 
 }  // namespace lockstep::bench

@@ -1,4 +1,4 @@
-#include "benchmarks/ddp/workload.h"
+#include "benchmarks/kit/workload.h"
 
 #include <torch/nn/modules/linear.h>
 
@@ -46,6 +46,10 @@ Workload make_workload(const std::string& name, int64_t width, c10::Device devic
   workload.module->to(device);
   workload.input = workload.input.to(device);
   return workload;
+}
+
+void forget_gradients(const torch::nn::Module& module) {
+  for (auto& parameter : module.parameters()) parameter.mutable_grad() = at::Tensor();
 }
 
 }  // namespace lockstep::bench

@@ -1,0 +1,186 @@
+#include "benchmarks/kit/training.h"
+
+#include <c10/util/Exception.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cstdio>
+#include <sstream>
+
+#include "benchmarks/kit/processes.h"
+#include "benchmarks/kit/progress.h"
+#include "lockstep/base/str.h"
+
+namespace lockstep::bench {
+namespace {
+
+// Empty where CMake found no Python with torch.
+const std::string kPython = LOCKSTEP_BENCH_PYTHON;
+const std::string kLauncher = LOCKSTEP_BENCH_RUN;
+
+struct Plan {
+  std::vector<std::string> models = {"mlp", "300-layers", "gpt"};
+  std::vector<int> worlds = {1, 2, 4};
+  int rounds = 5;
+  double seconds = 1.5;
+  int64_t width = 32;
+  bool has_python = true;
+};
+
+/// Runs one case of a benchmark.
+class Runner {
+ public:
+  Runner(const TrainingBenchmark& benchmark, const Plan& plan, std::string model, int world)
+      : benchmark_(benchmark), plan_(plan), model_(std::move(model)), world_(world) {}
+
+  Measured measure() const {
+    Measured measured;
+    for (int round = 0; round < plan_.rounds; ++round) {
+      show_progress(str(model_, ", world ", world_, ", round ", round + 1, " of ", plan_.rounds));
+      auto times = in_cpp(benchmark_.contenders, plan_.seconds);
+      if (plan_.has_python) times.merge(in_python(benchmark_.python_contenders, plan_.seconds));
+      for (const auto& [key, samples] : times) {
+        measured[key.first][key.second].push_back(figure_of(samples).value);
+      }
+    }
+    for (const auto& name : benchmark_.alone) {
+      show_progress(str(model_, ", world ", world_, ", memory of ", name));
+      for (const auto& [key, samples] : alone(name)) {
+        // Times of a run that is alone do not compare.
+        if (!measured[key.first].contains(name)) measured[key.first][name] = samples;
+      }
+    }
+    clear_progress();
+    return measured;
+  }
+
+ private:
+  using Lines = std::map<std::pair<std::string, std::string>, Samples>;  // by what and contender
+
+  Lines alone(const std::string& name) const {
+    const auto& names = benchmark_.contenders;
+    if (std::find(names.begin(), names.end(), name) != names.end()) return in_cpp({name}, 0);
+    return plan_.has_python ? in_python({name}, 0) : Lines();
+  }
+
+  Lines in_cpp(const std::vector<std::string>& contenders, double seconds) const {
+    auto arguments = arguments_for(contenders, seconds);
+    arguments.insert(arguments.begin(), "--as-rank");
+    Lines lines;
+    run_ranks(world_, arguments, [&](std::string_view line) { take(lines, line); });
+    return lines;
+  }
+
+  Lines in_python(const std::vector<std::string>& contenders, double seconds) const {
+    std::vector<std::string> argv = {kLauncher, "-n", std::to_string(world_), "--no-prefix", "--",
+                                     kPython,   "-B", benchmark_.python_peer};
+    const auto arguments = arguments_for(contenders, seconds);
+    argv.insert(argv.end(), arguments.begin(), arguments.end());
+    Lines lines;
+    run_program(argv, [&](std::string_view line) { take(lines, line); });
+    return lines;
+  }
+
+  std::vector<std::string> arguments_for(const std::vector<std::string>& contenders, double seconds) const {
+    return {"--model",      model_,
+            "--width",      std::to_string(plan_.width),
+            "--contenders", join(contenders, ","),
+            "--seconds",    std::to_string(seconds)};
+  }
+
+  static void take(Lines& lines, std::string_view line) {
+    std::istringstream words{std::string(line)};
+    std::pair<std::string, std::string> key;
+    double value = 0;
+    if (words >> key.first >> key.second >> value) lines[key].push_back(value);
+  }
+
+  const TrainingBenchmark& benchmark_;
+  const Plan& plan_;
+  const std::string model_;
+  const int world_;
+};
+
+void run(const TrainingBenchmark& benchmark, Plan plan, const std::string& output) {
+  std::printf("%s on %s; medians and interquartile ranges of %d rounds\n", benchmark.name.c_str(),
+              describe_machine().c_str(), plan.rounds);
+  if (plan.has_python && kPython.empty()) {
+    std::printf("no rows for Python: no Python with torch was found\n");
+    plan.has_python = false;
+  }
+  Report report(benchmark.name);
+  for (const auto& model : plan.models) {
+    for (const int world : plan.worlds) {
+      benchmark.add_rows(report, model, world, Runner(benchmark, plan, model, world).measure());
+    }
+  }
+  if (!output.empty()) report.write_json(output);
+}
+
+}  // namespace
+
+int training_main(int argc, char** argv, const TrainingBenchmark& benchmark) {
+  Plan plan;
+  RankPlan rank;
+  std::string output;
+  bool without_python = false;
+  bool is_quick = false;
+  bool is_rank = false;
+  CLI::App app(benchmark.description);
+  app.add_option("--output", output, "write the rows to this file, as JSON");
+  auto* models = app.add_option("--models", plan.models, "of mlp, 300-layers, gpt")
+                     ->delimiter(',')
+                     ->check(CLI::IsMember({"mlp", "300-layers", "gpt"}));
+  auto* worlds = app.add_option("--worlds", plan.worlds, "numbers of ranks")->delimiter(',')->check(CLI::Range(1, 64));
+  auto* rounds = app.add_option("--rounds", plan.rounds, "how often the peers take turns")->check(CLI::Range(1, 100));
+  app.add_option("--width", plan.width, "of the 300 layers");
+  app.add_option("--seconds", plan.seconds, "per round and program");
+  app.add_flag("--without-python", without_python, "leave Python out");
+  app.add_flag("--quick", is_quick, "one small case, to see that it works");
+  app.add_flag("--as-rank", is_rank)->group("");
+  app.add_option("--model", rank.which.model)->group("");
+  app.add_option("--contenders", rank.contenders)->delimiter(',')->group("");
+  CLI11_PARSE(app, argc, argv);
+
+  if (is_quick) {
+    if (models->empty()) plan.models = {"300-layers"};
+    if (worlds->empty()) plan.worlds = {2};
+    if (rounds->empty()) plan.rounds = 1;
+    plan.seconds = 0;
+  }
+  plan.has_python = !without_python;
+  rank.which.width = plan.width;
+  rank.seconds = plan.seconds;
+  try {
+    is_rank ? run_rank(rank, benchmark.make) : run(benchmark, plan, output);
+  } catch (const c10::Error& error) {
+    std::fprintf(stderr, "%s\n", error.what_without_backtrace());
+    return 1;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 1;
+  }
+  return 0;
+}
+
+void add_peer_rows(Report& report, const PeerRows& rows, const std::map<std::string, Samples>& figures) {
+  const auto scaled = [&](Samples samples) {
+    for (auto& sample : samples) sample *= rows.scale;
+    return figure_of(std::move(samples));
+  };
+  const auto ours = figures.find(rows.ours);
+  if (ours == figures.end()) return;
+  for (const auto& peer : rows.peers) {
+    const auto theirs = figures.find(peer);
+    if (theirs == figures.end()) continue;
+    const auto goal = rows.goals.find(peer);
+    report.add({.case_name = rows.case_name,
+                .metric = rows.metric,
+                .ours = scaled(ours->second),
+                .peer = peer,
+                .theirs = scaled(theirs->second),
+                .goal = goal == rows.goals.end() ? std::nullopt : std::optional(goal->second)});
+  }
+}
+
+}  // namespace lockstep::bench

@@ -1,0 +1,48 @@
+// A benchmark of training steps: C++ contenders in this program's ranks, Python ones in ranks of its peer script, in
+// turns, for some models and numbers of ranks. Who competes and what is made of the figures is the benchmark's.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "benchmarks/kit/report.h"
+#include "benchmarks/kit/training_rank.h"
+
+namespace lockstep::bench {
+
+/// By what was measured, then by contender.
+using Measured = std::map<std::string, std::map<std::string, Samples>>;
+
+/// In one case: "mlp", 2.
+using AddRows = std::function<void(Report& report, const std::string& model, int world, const Measured& measured)>;
+
+struct TrainingBenchmark {
+  std::string name;
+  std::string description;
+  std::vector<std::string> contenders = {};
+  std::vector<std::string> python_contenders = {};
+  /// Of both, those whose memory is measured, each in processes of its own.
+  std::vector<std::string> alone = {};
+  std::string python_peer;  // the script
+  MakeContender make;
+  /// Times in milliseconds, one per round: the round's median. Memory in bytes, once.
+  AddRows add_rows;
+};
+
+/// The program: its command line, and what is then asked for. Returns its exit status.
+int training_main(int argc, char** argv, const TrainingBenchmark& benchmark);
+
+/// A row for each of `peers` that has figures, if `ours` has. `scale` multiplies all.
+struct PeerRows {
+  std::string case_name = {};
+  std::string metric = {};
+  std::string ours = {};
+  std::vector<std::string> peers = {};
+  std::map<std::string, double> goals = {};  // by peer
+  double scale = 1;
+};
+void add_peer_rows(Report& report, const PeerRows& rows, const std::map<std::string, Samples>& figures);
+
+}  // namespace lockstep::bench

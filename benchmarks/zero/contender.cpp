@@ -1,0 +1,92 @@
+#include "benchmarks/zero/contender.h"
+
+#include <ATen/ATen.h>
+
+#include <memory>
+
+#include "benchmarks/kit/workload.h"
+#include "lockstep/ddp/distributed_data_parallel.h"
+#include "lockstep/testing/memory_probe.h"
+#include "lockstep/zero/state_dict.h"
+#include "lockstep/zero/streaming.h"
+#include "lockstep/zero/zero_redundancy_optimizer.h"
+
+namespace lockstep::bench {
+namespace {
+
+using Bytes = std::map<std::string, double>;
+using Zero = ZeroRedundancyOptimizer<optim::AdamW>;
+
+// Less than the largest tensors of the models have.
+constexpr int64_t kChunkBytes = 256 << 10;
+
+/// By how much the tensors of this thread rose above what is left of them in the end.
+double passing_bytes(const std::function<void()>& collect) {
+  const testing::MemoryProbe probe;
+  collect();
+  const auto use = probe.total();
+  return static_cast<double>(use.peak_bytes - use.current_bytes);
+}
+
+Bytes bytes_of(Zero& optimizer) {
+  const auto report = optimizer.memory_report();
+  const auto ranks = optimizer.process_group()->getSize();
+  // AdamW has two numbers for each element.
+  Bytes bytes = {{"state", static_cast<double>(report.state)},
+                 {"even-share", 2 * static_cast<double>(report.parameters) / ranks}};
+  if (ranks == 1) return bytes;
+  bytes["consolidation-at-once"] = passing_bytes([&] { optimizer.consolidate_state_dict(); });
+  bytes["consolidation"] =
+      passing_bytes([&] { consolidate_in_chunks(optimizer, {.to = 0, .max_bytes = kChunkBytes}); });
+  bytes["consolidation-bound"] = kChunkBytes;
+  return bytes;
+}
+
+Bytes bytes_of(const torch::optim::AdamW& optimizer) {
+  Bytes bytes;
+  for (const auto& [index, values] : state_dict_of(optimizer).state) {
+    for (const auto& [name, value] : values) {
+      if (value.isTensor()) bytes["state"] += static_cast<double>(value.toTensor().nbytes());
+    }
+  }
+  return bytes;
+}
+
+template <class Optimizer>
+Contender made(const std::string& name, const Workload& workload, const World& world,
+               const std::function<std::shared_ptr<Optimizer>(const std::vector<at::Tensor>&)>& make_optimizer) {
+  const auto ddp =
+      std::make_shared<DistributedDataParallel<std::shared_ptr<Trainable>>>(workload.module, world.group());
+  const auto optimizer = make_optimizer(workload.module->parameters());
+  const auto backward = [ddp, workload, optimizer] {
+    optimizer->zero_grad();
+    ddp->forward(workload.input).pow(2).mean().backward();
+  };
+  const auto step = [optimizer] { optimizer->step(); };
+  const auto both = [backward, step] {
+    backward();
+    step();
+  };
+  return {.name = name, .timed = {{"step", both}, {"optimizer-step", step, backward}}, .bytes = [optimizer] {
+            return bytes_of(*optimizer);
+          }};
+}
+
+}  // namespace
+
+Contender make_contender(const std::string& name, const Case& which, const World& world) {
+  const auto workload = make_workload(which.model, which.width, world.device());
+  if (name == "torch-adamw") {
+    return made<torch::optim::AdamW>(name, workload, world, [](const auto& parameters) {
+      return std::make_shared<torch::optim::AdamW>(parameters);
+    });
+  }
+  TORCH_CHECK(name == "lockstep" || name == "lockstep-parameters", "unknown contender ", name);
+  const auto partition = name == "lockstep" ? ZeroPartition::kElements : ZeroPartition::kParameters;
+  return made<Zero>(name, workload, world, [&](const auto& parameters) {
+    return std::make_shared<Zero>(parameters, optim::AdamWOptions(),
+                                  ZeroOptions{.process_group = world.group(), .partition = partition});
+  });
+}
+
+}  // namespace lockstep::bench
