@@ -333,8 +333,8 @@ void Reducer::finalize_backward() {
       future->wait();
       if (future->hasError()) std::rethrow_exception(future->exception_ptr());
     }
-    used_.finish();
     if (scatter_) end_scatter();
+    used_.finish();
     if (on_finish_) on_finish_();
   } catch (const std::exception& error) {
     forget_reduction();

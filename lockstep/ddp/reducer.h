@@ -100,10 +100,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void set_consumer(Consumer consumer);
   /// Told when a backward's gradients are all written.
   void set_finish_listener(std::function<void()> listener);
-  /// From the next backward on gradients go to `scatter` and are freed, and buckets have buffers only while they need
-  /// them. Buckets stay as they are now: they are not laid out anew. Takes the place of a comm hook. `reason` is what
-  /// refusals name.
-  void set_scatter(std::shared_ptr<GradientScatter> scatter, const std::string& reason);
+  /// From the next backward on gradients go to what `make` makes, and are freed; buckets have buffers only while they
+  /// need them. Buckets are laid out for good now: in reverse order of parameters, unless gradients have shown one.
+  /// Takes the place of a comm hook. `reason` is what refusals name; nothing is changed by one.
+  using ScatterFactory = std::function<std::shared_ptr<GradientScatter>(const BucketPlan& plan)>;
+  void set_scatter(const ScatterFactory& make, const std::string& reason);
   /// Bytes of the buffers that buckets share; 0 without a scatter.
   int64_t lent_bytes() const;
   /// The hook slot is taken by the wrapper itself; a user's hook is refused with this reason.

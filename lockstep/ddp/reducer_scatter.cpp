@@ -2,13 +2,14 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include "lockstep/base/str.h"
 #include "lockstep/ddp/reducer.h"
 
 namespace lockstep {
 
-void Reducer::set_scatter(std::shared_ptr<GradientScatter> scatter, const std::string& reason) {
+void Reducer::set_scatter(const ScatterFactory& make, const std::string& reason) {
   const std::lock_guard lock(mutex_);
   const auto refuse_if = [&](bool is_wrong, const char* what) {
     TORCH_CHECK_VALUE(!is_wrong, who(), ": ", reason, ", which cannot be together with ", what);
@@ -23,9 +24,16 @@ void Reducer::set_scatter(std::shared_ptr<GradientScatter> scatter, const std::s
     refuse_if(bucket.parameter(0).is_complex(), "complex parameters");
   }
   TORCH_CHECK(!has_begun_, who(), ": ", reason, ", which cannot begin while a backward is under way");
+  auto plan = plan_;
+  if (should_rebuild_buckets()) {
+    std::vector<std::size_t> reversed(parameters_.size());
+    std::iota(reversed.rbegin(), reversed.rend(), std::size_t{0});
+    plan = rebuilt_plan(plan_.parameters(), options_.caps, reversed, /*has_small_bucket_last=*/false);
+  }
+  scatter_ = make(plan);
+  plan_ = std::move(plan);
   int64_t longest = 0;
-  for (const auto& bucket : buckets_) longest = std::max(longest, scatter->buffer_elements(bucket.index()));
-  scatter_ = std::move(scatter);
+  for (std::size_t i = 0; i < plan_.buckets().size(); ++i) longest = std::max(longest, scatter_->buffer_elements(i));
   hook_slot_taken_by_ = reason;
   lent_.emplace(longest, group_);
   has_rebuilt_ = true;

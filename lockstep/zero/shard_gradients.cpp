@@ -41,15 +41,19 @@ std::unique_ptr<detail::Sharding> ZeroOptimizer::shard_gradients() {
   }
 
   std::vector<std::vector<at::Tensor>> blocks;
-  std::vector<detail::ScatteredGradients::Cut> cuts;
-  for (const auto& bucket : reducer.plan().buckets()) {
-    auto& parameters = blocks.emplace_back();
-    for (const auto index : bucket.parameters) parameters.push_back(reducer.parameters()[index]);
-    cuts.push_back({.plan = detail::ElementSlices::plan_for(parameters, group_->getSize()),
-                    .options = parameters.front().options().requires_grad(false)});
-  }
-  auto scattered = std::make_shared<detail::ScatteredGradients>(std::move(cuts), std::move(indices), group_, who());
-  reducer.set_scatter(scattered, "ZeroStage::kGradients divides the gradients");
+  std::shared_ptr<detail::ScatteredGradients> scattered;
+  const auto scatter = [&](const BucketPlan& plan) {
+    std::vector<detail::ScatteredGradients::Cut> cuts;
+    for (const auto& bucket : plan.buckets()) {
+      auto& parameters = blocks.emplace_back();
+      for (const auto index : bucket.parameters) parameters.push_back(reducer.parameters()[index]);
+      cuts.push_back({.plan = detail::ElementSlices::plan_for(parameters, group_->getSize()),
+                      .options = parameters.front().options().requires_grad(false)});
+    }
+    scattered = std::make_shared<detail::ScatteredGradients>(std::move(cuts), std::move(indices), group_, who());
+    return scattered;
+  };
+  reducer.set_scatter(scatter, "ZeroStage::kGradients divides the gradients");
   return std::make_unique<detail::ElementSlices>(group_, std::move(blocks), std::move(scattered));
 }
 

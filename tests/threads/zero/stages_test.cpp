@@ -276,7 +276,7 @@ TEST(ZeroStages, JoinWithUnevenInputs) {
   on_ranks([](const World& world) {
     for (const bool divides_by_all : {true, false}) {
       const auto train = [&](auto& ddp, auto& optimizer, std::vector<Joinable*> joinables) {
-        Join scope(std::move(joinables), {.divide_by_initial_world_size = divides_by_all});
+        Join scope(std::move(joinables), {.options = {.divide_by_initial_world_size = divides_by_all}});
         scope.run([&] {
           for (int step = 0; step < 2 + 2 * world.rank(); ++step) {
             optimizer.zero_grad();
@@ -369,7 +369,7 @@ TEST(ZeroStages, RefuseWhatCannotBe) {
         auto more = all;
         more.push_back(at::ones({3}).requires_grad_());
         refused(more, {}, {"parameter 8", "not one that DDP averages"});
-        refused(all, {.process_group = world.new_group({0, 1})}, {"group must be DDP's"});
+        refused(all, {.process_group = new_group(world.group(), {0, 1})}, {"group must be DDP's"});
 
         std::optional<Zero> zero(std::in_place, all, adamw(), at_stage(ZeroStage::kGradients, ddp));
         expect_error([&] { ddp.register_comm_hook(allreduce_hook(world.group())); }, {"ZeroStage::kGradients"});
