@@ -22,7 +22,8 @@ std::map<std::string, Samples> counted_by_ours(const Measured& measured, const s
 
 void add_rows(Report& report, const std::string& model, int world, const Measured& measured) {
   const auto where = str(model, " world ", world);
-  const std::vector<std::string> others = {"python-zero", "python-zero-views", "torch-adamw", "lockstep-parameters"};
+  const std::vector<std::string> others = {"python-zero", "python-zero-views", "torch-adamw", "lockstep-parameters",
+                                           "lockstep-gradients"};
   const auto add = [&](PeerRows rows, const std::map<std::string, Samples>& figures) {
     rows.case_name = str(rows.case_name, " ", where);
     rows.ours = "lockstep";
@@ -56,9 +57,10 @@ int main(int argc, char** argv) {
                        {.name = "zero",
                         .description = "AdamW with its state divided among ranks, beside Python's and beside one that "
                                        "is not divided",
-                        .contenders = {"lockstep", "lockstep-parameters", "torch-adamw"},
+                        .contenders = {"lockstep", "lockstep-parameters", "lockstep-gradients", "torch-adamw"},
                         .python_contenders = {"python-zero", "python-zero-views"},
-                        .alone = {"lockstep", "lockstep-parameters", "torch-adamw", "python-zero", "python-zero-views"},
+                        .alone = {"lockstep", "lockstep-parameters", "lockstep-gradients", "torch-adamw", "python-zero",
+                                  "python-zero-views"},
                         .python_peer = LOCKSTEP_BENCH_PYTHON_PEER,
                         .make = make_contender,
                         .add_rows = add_rows});

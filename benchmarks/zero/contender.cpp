@@ -52,12 +52,13 @@ Bytes bytes_of(const torch::optim::AdamW& optimizer) {
   return bytes;
 }
 
+using Ddp = DistributedDataParallel<std::shared_ptr<Trainable>>;
+
 template <class Optimizer>
 Contender made(const std::string& name, const Workload& workload, const World& world,
-               const std::function<std::shared_ptr<Optimizer>(const std::vector<at::Tensor>&)>& make_optimizer) {
-  const auto ddp =
-      std::make_shared<DistributedDataParallel<std::shared_ptr<Trainable>>>(workload.module, world.group());
-  const auto optimizer = make_optimizer(workload.module->parameters());
+               const std::function<std::shared_ptr<Optimizer>(Ddp&)>& make_optimizer) {
+  const auto ddp = std::make_shared<Ddp>(workload.module, world.group());
+  const auto optimizer = make_optimizer(*ddp);
   const auto backward = [ddp, workload, optimizer] {
     optimizer->zero_grad();
     ddp->forward(workload.input).pow(2).mean().backward();
@@ -77,15 +78,20 @@ Contender made(const std::string& name, const Workload& workload, const World& w
 Contender make_contender(const std::string& name, const Case& which, const World& world) {
   const auto workload = make_workload(which.model, which.width, world.device());
   if (name == "torch-adamw") {
-    return made<torch::optim::AdamW>(name, workload, world, [](const auto& parameters) {
-      return std::make_shared<torch::optim::AdamW>(parameters);
-    });
+    return made<torch::optim::AdamW>(name, workload, world,
+                                     [](Ddp& ddp) { return std::make_shared<torch::optim::AdamW>(ddp.parameters()); });
   }
-  TORCH_CHECK(name == "lockstep" || name == "lockstep-parameters", "unknown contender ", name);
-  const auto partition = name == "lockstep" ? ZeroPartition::kElements : ZeroPartition::kParameters;
-  return made<Zero>(name, workload, world, [&](const auto& parameters) {
-    return std::make_shared<Zero>(parameters, optim::AdamWOptions(),
-                                  ZeroOptions{.process_group = world.group(), .partition = partition});
+  ZeroOptions options;
+  if (name == "lockstep") {
+    options.partition = ZeroPartition::kElements;
+  } else if (name == "lockstep-gradients") {
+    options.stage = ZeroStage::kGradients;
+  } else {
+    TORCH_CHECK(name == "lockstep-parameters", "unknown contender ", name);
+  }
+  return made<Zero>(name, workload, world, [&](Ddp& ddp) {
+    options.ddp = ddp;
+    return std::make_shared<Zero>(ddp.parameters(), optim::AdamWOptions(), options);
   });
 }
 

@@ -8,8 +8,8 @@
 namespace lockstep::bench {
 
 /// All with our DistributedDataParallel over the world's group. "lockstep": ZeroRedundancyOptimizer with
-/// lockstep::optim::AdamW, divided by elements; "lockstep-parameters": divided by parameters. "torch-adamw":
-/// torch::optim::AdamW, not divided.
+/// lockstep::optim::AdamW, divided by elements; "lockstep-parameters": divided by parameters; "lockstep-gradients":
+/// gradients divided too. "torch-adamw": torch::optim::AdamW, not divided.
 ///
 /// Timed are "step", from zero_grad() to the end of the optimizer's step, and "optimizer-step" alone. Counted are
 /// "state" and, for ours, "even-share": the state of an optimizer that is not divided by the number of ranks; and with

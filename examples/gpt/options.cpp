@@ -29,6 +29,9 @@ std::optional<Options> parse_options(int argc, char** argv, int& exit_code) {
   app.add_option("--batch-size", options.batch_size, "sequences per step, of all ranks together")
       ->check(CLI::Range(1, 65536));
   app.add_option("--learning-rate,--lr", options.learning_rate, "at its highest")->check(CLI::Range(1e-8, 1.0));
+  app.add_option("--zero-stage", options.zero_stage,
+                 "what ranks share: 0 nothing, 1 the optimizer's state, 2 gradients too")
+      ->check(CLI::Range(0, 2));
   app.add_option("--seed", options.seed, "of weights, batches and the tale at the end")
       ->check(CLI::Range(int64_t{0}, INT64_MAX));
   app.add_option("--progress", options.progress, "bar redraws one line; auto: bar on a terminal, else lines")

@@ -14,6 +14,7 @@ struct Options {
   int64_t steps = 1000;
   int64_t batch_size = 16;  // of all ranks together
   double learning_rate = 3e-3;
+  int zero_stage = 0;
   int64_t seed = 1;
   std::string progress = "auto";
 };

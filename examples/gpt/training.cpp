@@ -24,7 +24,8 @@ Training::Training(const World& world, const Options& options, const Corpus& cor
       options_(options),
       corpus_(corpus),
       ddp_(std::move(model), world.group(), {.bucket_cap_mb = kBucketMb}),
-      optimizer_(ddp_.parameters(), torch::optim::AdamWOptions(options.learning_rate).weight_decay(0.01)) {
+      optimizer_(ddp_.parameters(), {.lr = options.learning_rate, .weight_decay = 0.01},
+                 {.stage = static_cast<ZeroStage>(options.zero_stage), .ddp = ddp_}) {
   // Every step, for the share of communication that is hidden.
   ddp_.set_ddp_runtime_logging_sample_rate(1);
 }
@@ -65,7 +66,7 @@ at::Tensor Training::take_step(const Batch& batch) {
   const auto loss = loss_of(ddp_(batch.input.to(world_.device())), batch.target.to(world_.device()));
   // Ranks may differ by one row: each counts as much as it has.
   ddp_.backward(loss, static_cast<double>(batch.input.size(0)));
-  torch::nn::utils::clip_grad_norm_(ddp_.parameters(), kLargestGradient);
+  optimizer_.clip_grad_norm_(kLargestGradient);
   optimizer_.step();
   return loss.detach();
 }

@@ -44,7 +44,7 @@ class Training {
   const Options options_;
   const Corpus& corpus_;
   DistributedDataParallel<Gpt> ddp_;
-  torch::optim::AdamW optimizer_;
+  ZeroRedundancyOptimizer<optim::AdamW> optimizer_;
 };
 
 }  // namespace lockstep::examples
