@@ -8,20 +8,23 @@
 #include <fstream>
 #include <iterator>
 #include <string>
+#include <vector>
 
 #include "lockstep/base/str.h"
 #include "lockstep/testing/temp_dir.h"
 
 namespace lockstep::oracle {
 
-/// `script` is a path below tests/oracle that takes the result's path. None if there is no Python to run it here.
-inline c10::IValue run_reference(const std::string& script) {
+/// `script` is a path below tests/oracle that takes the result's path, and maybe another argument. None if there is no
+/// Python to run it here.
+inline c10::IValue run_reference(const std::string& script, const std::string& argument = "") {
   const char* python = std::getenv("LOCKSTEP_PYTHON");
   const char* source_dir = std::getenv("LOCKSTEP_SOURCE_DIR");
   if (python == nullptr || *python == '\0' || source_dir == nullptr) return {};
   const testing::TempDir folder;
   const auto file = folder.file("reference");
-  const auto command = str("'", python, "' '", source_dir, "/tests/oracle/", script, "' '", file, "'");
+  const auto command = str("'", python, "' '", source_dir, "/tests/oracle/", script, "' '", file, "'",
+                           argument.empty() ? "" : str(" '", argument, "'"));
   TORCH_CHECK(std::system(command.c_str()) == 0, "the reference script ", script, " failed");
   std::ifstream in(file, std::ios::binary);
   return torch::jit::pickle_load({std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()});
@@ -29,6 +32,13 @@ inline c10::IValue run_reference(const std::string& script) {
 
 inline c10::IValue at_key(const c10::IValue& dict, const std::string& key) {
   return dict.toGenericDict().at(key);
+}
+
+/// None becomes an undefined tensor.
+inline std::vector<at::Tensor> tensors_of(const c10::IValue& list) {
+  std::vector<at::Tensor> tensors;
+  for (const auto& each : list.toListRef()) tensors.push_back(each.isNone() ? at::Tensor() : each.toTensor());
+  return tensors;
 }
 
 }  // namespace lockstep::oracle

@@ -70,9 +70,10 @@ OptimizerStateDict from_python(const c10::IValue& value) {
     }
     if (!values.empty()) dict.state.emplace(each.key().toInt(), std::move(values));
   }
-  for (const c10::IValue& each : groups.toList()) {
+  for (const auto& each : groups.toListRef()) {
     auto& group = dict.param_groups.emplace_back();
-    for (const c10::IValue& index : member(each, "params").toList()) group.params.push_back(index.toInt());
+    const auto params = member(each, "params");
+    for (const auto& index : params.toListRef()) group.params.push_back(index.toInt());
     for (const auto& item : each.toGenericDict()) {
       const auto& name = item.key().toStringRef();
       if (name != "params" && !item.value().isNone()) group.options.emplace(name, item.value());

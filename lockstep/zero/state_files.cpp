@@ -31,7 +31,7 @@ c10::IValue lists_of(const std::vector<std::vector<int64_t>>& lists) {
 
 std::vector<std::vector<int64_t>> lists_from(const c10::IValue& value) {
   std::vector<std::vector<int64_t>> lists;
-  for (const c10::IValue& each : value.toList()) lists.push_back(each.toIntVector());
+  for (const auto& each : value.toListRef()) lists.push_back(each.toIntVector());
   return lists;
 }
 
@@ -187,7 +187,7 @@ std::vector<PlacedPiece> placed_from(const c10::IValue& value) {
   const auto& fields = value.toTupleRef().elements();
   auto pieces = pieces_from(fields[0]);
   std::vector<PlacedPiece> placed;
-  for (const c10::IValue& each : fields[1].toList()) {
+  for (const auto& each : fields[1].toListRef()) {
     const auto& place = each.toTupleRef().elements();
     auto& into = placed.emplace_back(PlacedPiece{.piece = std::move(pieces[placed.size()]), .part = place[0].toInt()});
     for (const auto& item : place[1].toGenericDict())

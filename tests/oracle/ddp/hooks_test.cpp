@@ -8,15 +8,10 @@ namespace {
 
 using namespace ddp_models;
 using oracle::at_key;
+using oracle::tensors_of;
 
 const std::vector<int64_t> kSizes = {8, 24, 24, 24, 5};
 constexpr int kWorldSize = 2;
-
-std::vector<at::Tensor> tensors_of(const c10::IValue& list) {
-  std::vector<at::Tensor> tensors;
-  for (const auto& each : list.toListRef()) tensors.push_back(each.toTensor());
-  return tensors;
-}
 
 PowerSGDOptions power_sgd_options(int64_t rank = 1) {
   return {.matrix_approximation_rank = rank, .start_power_sgd_iter = 2, .min_compression_rate = 1, .random_seed = 3};

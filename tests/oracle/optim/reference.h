@@ -12,13 +12,7 @@
 namespace lockstep::optim_oracle {
 
 using oracle::at_key;
-
-/// None becomes an undefined tensor.
-inline std::vector<at::Tensor> tensors_of(const c10::IValue& list) {
-  std::vector<at::Tensor> tensors;
-  for (const auto& each : list.toListRef()) tensors.push_back(each.isNone() ? at::Tensor() : each.toTensor());
-  return tensors;
-}
+using oracle::tensors_of;
 
 /// Bit by bit, if the tolerance is 0; NaN equals NaN.
 inline void expect_agreement(const at::Tensor& actual, const at::Tensor& expected, double tolerance,

@@ -4,17 +4,19 @@
 
 #include <cstdlib>
 #include <fstream>
-#include <iterator>
 
 #include "lockstep/base/str.h"
 #include "lockstep/testing/temp_dir.h"
 #include "lockstep/zero/python_state.h"
+#include "tests/oracle_reference.h"
 #include "tests/zero_fixtures.h"
 
 namespace lockstep {
 namespace {
 
 using namespace zero_fixtures;
+using oracle::at_key;
+using oracle::tensors_of;
 using torch::optim::AdagradOptions;
 using torch::optim::AdamOptions;
 using torch::optim::AdamWOptions;
@@ -24,41 +26,15 @@ using torch::optim::SGDOptions;
 // Python's loops and libtorch's divide and multiply in another order.
 constexpr Within kRounding{2e-6};
 
-bool can_run() {
-  const char* python = std::getenv("LOCKSTEP_PYTHON");
-  return python != nullptr && *python != '\0' && std::getenv("LOCKSTEP_SOURCE_DIR") != nullptr;
-}
-
-c10::IValue run_script(const std::string& argument) {
-  const testing::TempDir folder;
-  const auto file = folder.file("reference");
-  const auto command = str("'", std::getenv("LOCKSTEP_PYTHON"), "' '", std::getenv("LOCKSTEP_SOURCE_DIR"),
-                           "/tests/oracle/zero/zero_reference.py' '", file, "' ", argument);
-  TORCH_CHECK(std::system(command.c_str()) == 0, "the reference script failed");
-  std::ifstream in(file, std::ios::binary);
-  return torch::pickle_load({std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()});
-}
-
 const c10::IValue& reference() {
-  static const auto value = run_script("");
+  static const auto value = oracle::run_reference("zero/zero_reference.py");
   return value;
-}
-
-c10::IValue at_key(const c10::IValue& dict, const std::string& key) {
-  return dict.toGenericDict().at(key);
-}
-
-std::vector<at::Tensor> tensors_of(const c10::IValue& list) {
-  std::vector<at::Tensor> tensors;
-  for (const c10::IValue& each : list.toList()) tensors.push_back(each.toTensor());
-  return tensors;
 }
 
 class ZeroOracle : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (!can_run())
-      GTEST_SKIP() << "LOCKSTEP_PYTHON and LOCKSTEP_SOURCE_DIR must name a Python with torch and the sources";
+    if (reference().isNone()) GTEST_SKIP() << "there is no Python to compare with";
   }
 };
 
@@ -135,7 +111,8 @@ void compare(const World& world, const c10::IValue& subject, const Options& opti
 
 // ZERO-9, ZERO-15, ZERO-26, ZERO-35, ZERO-37
 TEST_F(ZeroOracle, ParametersAndStateAgreeWithPython) {
-  for (const c10::IValue& subject : at_key(reference(), "cases").toList()) {
+  const auto cases = at_key(reference(), "cases");
+  for (const auto& subject : cases.toListRef()) {
     const auto optimizer = at_key(subject, "optimizer").toStringRef();
     const auto world_size = static_cast<int>(at_key(subject, "world_size").toInt());
     testing::run_threads_in_gtest({.world_size = world_size}, [&](const World& world) {
@@ -193,7 +170,7 @@ TEST_F(ZeroOracle, StateMovesFromPythonAndBack) {
     const auto file = folder.file("state");
     const auto bytes = torch_save_bytes(written);
     std::ofstream(file, std::ios::binary).write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
-    const auto results = run_script(str("'", file, "'"));
+    const auto results = oracle::run_reference("zero/zero_reference.py", file);
     EXPECT_EQ(results.toGenericDict().size(), 4U);
     for (const auto& each : results.toGenericDict()) {
       const auto name = each.key().toStringRef();
