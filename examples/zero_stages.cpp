@@ -6,7 +6,6 @@
 
 #include <cstdio>
 #include <exception>
-#include <optional>
 
 namespace {
 
@@ -24,9 +23,9 @@ torch::nn::Sequential make_net() {
 }
 
 struct Result {
-  at::Tensor weights;
-  lockstep::ZeroMemoryReport memory;
-  std::optional<lockstep::OptimizerStateDict> state;  // on rank 0
+  at::Tensor weights = {};
+  lockstep::ZeroMemoryReport memory = {};
+  lockstep::OptimizerStateDict state = {};
 };
 
 /// Steps [first, last), going on from `before` if it is given.
@@ -35,7 +34,7 @@ Result train(const lockstep::World& world, ZeroStage stage, int first, int last,
   if (before != nullptr) torch::nn::utils::vector_to_parameters(before->weights, net->parameters());
   lockstep::DistributedDataParallel ddp(net, world.group());
   Optimizer optimizer(ddp.parameters(), {.lr = 1e-2}, {.stage = stage, .ddp = ddp});
-  if (before != nullptr) optimizer.load_state_dict(*before->state);
+  if (before != nullptr) optimizer.load_state_dict(before->state);
   for (int step = first; step < last; ++step) {
     torch::manual_seed(1000 + step);
     const auto x = torch::randn({kRows, 16}).tensor_split(world.world_size())[world.rank()];

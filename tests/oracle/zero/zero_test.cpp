@@ -117,11 +117,14 @@ TEST_F(ZeroOracle, ParametersAndStateAgreeWithPython) {
     const auto world_size = static_cast<int>(at_key(subject, "world_size").toInt());
     testing::run_threads_in_gtest({.world_size = world_size}, [&](const World& world) {
       if (optimizer == "Adam") {
-        compare<torch::optim::Adam>(world, subject, AdamOptions(0.01).weight_decay(0.1), AdamOptions(0.003));
+        compare<torch::optim::Adam>(world, subject, AdamOptions(0.01).weight_decay(0.1),
+                                    AdamOptions(0.003).weight_decay(0.1));
       } else if (optimizer == "AdamW") {
-        compare<torch::optim::AdamW>(world, subject, AdamWOptions(0.01).amsgrad(true), AdamWOptions(0.003));
+        compare<torch::optim::AdamW>(world, subject, AdamWOptions(0.01).amsgrad(true),
+                                     AdamWOptions(0.003).amsgrad(true));
       } else if (optimizer == "SGD") {
-        compare<torch::optim::SGD>(world, subject, SGDOptions(0.1).momentum(0.9).nesterov(true), SGDOptions(0.003));
+        compare<torch::optim::SGD>(world, subject, SGDOptions(0.1).momentum(0.9).nesterov(true),
+                                   SGDOptions(0.003).momentum(0.9).nesterov(true));
       } else {
         compare<torch::optim::Adagrad>(world, subject, AdagradOptions(0.1), AdagradOptions(0.003));
       }

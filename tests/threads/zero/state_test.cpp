@@ -317,7 +317,7 @@ TEST(ZeroState, IsCopiedThroughListsTuplesAndDictionaries) {
   const auto copy = copied_to(dict, at::kCPU).toGenericDict();
   tensor.fill_(9);
   EXPECT_EQ(copy.at("number").toInt(), 4);
-  const auto& pair = copy.at("tuple").toTupleRef().elements();
+  const auto pair = copy.at("tuple").toTupleRef().elements().vec();
   EXPECT_EQ(pair[1].toStringRef(), "text");
   EXPECT_TRUE(at::equal(pair[0].toTensor(), at::arange(3)));
   const auto copies = copy.at("list").toTensorVector();
