@@ -105,6 +105,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   /// Takes the place of a comm hook. `reason` is what refusals name; nothing is changed by one.
   using ScatterFactory = std::function<std::shared_ptr<GradientScatter>(const BucketPlan& plan)>;
   void set_scatter(const ScatterFactory& make, const std::string& reason);
+  /// Averages gradients in .grad again. Between backwards; of one that did not finish nothing is left.
+  void clear_scatter();
   /// Bytes of the buffers that buckets share; 0 without a scatter.
   int64_t lent_bytes() const;
   /// The hook slot is taken by the wrapper itself; a user's hook is refused with this reason.

@@ -40,6 +40,16 @@ void Reducer::set_scatter(const ScatterFactory& make, const std::string& reason)
   make_buckets();
 }
 
+void Reducer::clear_scatter() {
+  const std::lock_guard lock(mutex_);
+  if (!scatter_) return;
+  forget_reduction();
+  scatter_.reset();
+  lent_.reset();
+  hook_slot_taken_by_.clear();
+  make_buckets();
+}
+
 int64_t Reducer::lent_bytes() const {
   const std::lock_guard lock(mutex_);
   return lent_ ? lent_->bytes() : 0;

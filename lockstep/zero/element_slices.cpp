@@ -71,10 +71,6 @@ bool have_same_rest(const NamedValues& one, int64_t one_elements, const NamedVal
 
 }  // namespace
 
-ElementSlices::~ElementSlices() {
-  if (scattered_) scattered_->detach();
-}
-
 SlicePlan ElementSlices::plan_for(const std::vector<at::Tensor>& parameters, int world_size) {
   int64_t total = 0;
   for (const auto& parameter : parameters) total += parameter.numel();

@@ -29,7 +29,6 @@ class ElementSlices final : public Sharding {
   ElementSlices(GroupPtr group, std::vector<std::vector<at::Tensor>> blocks,
                 std::shared_ptr<ScatteredGradients> scattered)
       : group_(std::move(group)), given_blocks_(std::move(blocks)), scattered_(std::move(scattered)) {}
-  ~ElementSlices() override;
 
   /// How a block of these parameters is cut.
   static SlicePlan plan_for(const std::vector<at::Tensor>& parameters, int world_size);

@@ -122,6 +122,8 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Gr
   void make_sharding();
   /// Makes DDP's backwards give their gradients to a sharding, which is returned.
   std::unique_ptr<detail::Sharding> shard_gradients();
+  /// DDP averages again, as without this optimizer.
+  void give_gradients_back() noexcept;
   LocalOptimizerType::Groups local_groups() const;
   /// Makes the last groups known to the sharding and to the local optimizer.
   void take_in_groups();

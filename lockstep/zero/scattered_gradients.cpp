@@ -3,7 +3,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/core/GradMode.h>
-#include <c10/util/Exception.h>
 
 #include <algorithm>
 
@@ -11,12 +10,10 @@
 
 namespace lockstep::detail {
 
-ScatteredGradients::ScatteredGradients(std::vector<Cut> cuts, std::vector<int64_t> optimizer_indices, GroupPtr group,
-                                       std::string who)
+ScatteredGradients::ScatteredGradients(std::vector<Cut> cuts, std::vector<int64_t> optimizer_indices, GroupPtr group)
     : cuts_(std::move(cuts)),
       optimizer_indices_(std::move(optimizer_indices)),
       group_(std::move(group)),
-      who_(std::move(who)),
       slices_(cuts_.size()) {
   has_.resize(*std::max_element(optimizer_indices_.begin(), optimizer_indices_.end()) + 1);
   for (std::size_t i = 0; i < cuts_.size(); ++i) {
@@ -25,8 +22,6 @@ ScatteredGradients::ScatteredGradients(std::vector<Cut> cuts, std::vector<int64_
 }
 
 void ScatteredGradients::launch(std::size_t bucket, const at::Tensor& buffer) {
-  TORCH_CHECK(!is_detached_, who_, ": the ZeroRedundancyOptimizer that takes the gradients of this backward is gone. ",
-              "It must live as long as backwards run.");
   is_in_backward_ = true;
   auto& slice = slices_[bucket];
   const at::NoGradGuard no_grad;

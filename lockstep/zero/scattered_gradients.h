@@ -5,7 +5,6 @@
 #pragma once
 
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "lockstep/comm/pending.h"
@@ -22,11 +21,8 @@ class ScatteredGradients final : public GradientScatter {
     at::TensorOptions options = {};
   };
 
-  /// `optimizer_indices` by the reducer's. `who` begins errors.
-  ScatteredGradients(std::vector<Cut> cuts, std::vector<int64_t> optimizer_indices, GroupPtr group, std::string who);
-
-  /// Backwards must not come any more: the optimizer is gone.
-  void detach() { is_detached_ = true; }
+  /// `optimizer_indices` by the reducer's.
+  ScatteredGradients(std::vector<Cut> cuts, std::vector<int64_t> optimizer_indices, GroupPtr group);
 
   /// Whether the parameter has got a gradient, on any rank, since the last drop().
   bool has(int64_t index) const { return has_[index]; }
@@ -51,12 +47,10 @@ class ScatteredGradients final : public GradientScatter {
   const std::vector<Cut> cuts_;
   const std::vector<int64_t> optimizer_indices_;
   const GroupPtr group_;
-  const std::string who_;
   std::vector<Slice> slices_;
   std::vector<bool> has_;  // by the optimizer's indices
   bool has_any_ = false;
   bool is_in_backward_ = false;
-  bool is_detached_ = false;
 };
 
 }  // namespace lockstep::detail

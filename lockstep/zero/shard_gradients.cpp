@@ -16,6 +16,10 @@ std::unique_ptr<detail::Sharding> ZeroOptimizer::shard_gradients() {
   TORCH_CHECK_VALUE(ddp->options().delay_all_reduce_named_params.empty(), who(),
                     ": ZeroStage::kGradients cannot be together with delay_all_reduce_named_params");
   auto& reducer = ddp->reducer_for("ZeroStage::kGradients");
+  // Bad options of the local optimizer must throw while DDP is as it was.
+  LocalOptimizerType::Groups groups;
+  for (const auto& group : param_groups_) groups.emplace_back(group.params(), group.options().clone());
+  type_.make(groups);
 
   std::unordered_map<const void*, int64_t> index_of;
   std::unordered_set<const void*> missing;  // that no bucket holds
@@ -50,11 +54,20 @@ std::unique_ptr<detail::Sharding> ZeroOptimizer::shard_gradients() {
       cuts.push_back({.plan = detail::ElementSlices::plan_for(parameters, group_->getSize()),
                       .options = parameters.front().options().requires_grad(false)});
     }
-    scattered = std::make_shared<detail::ScatteredGradients>(std::move(cuts), std::move(indices), group_, who());
+    scattered = std::make_shared<detail::ScatteredGradients>(std::move(cuts), std::move(indices), group_);
     return scattered;
   };
   reducer.set_scatter(scatter, "ZeroStage::kGradients divides the gradients");
   return std::make_unique<detail::ElementSlices>(group_, std::move(blocks), std::move(scattered));
+}
+
+void ZeroOptimizer::give_gradients_back() noexcept {
+  try {
+    const auto ddp = options_.ddp.engine();
+    if (ddp && sharding_) ddp->reducer()->clear_scatter();
+  } catch (const std::exception& error) {
+    TORCH_WARN("[lockstep/zero] DDP cannot average gradients again: ", error.what());
+  }
 }
 
 }  // namespace lockstep

@@ -103,6 +103,20 @@ TEST(ZeroStages, AddUpGradientsOfSeveralBackwards) {
   });
 }
 
+// ZERO-67
+TEST(ZeroStages, WeighSamplesAlike) {
+  on_ranks([](const World& world) {
+    expect_parity(world, small_buckets(world), [&](auto& ddp, auto& optimizer) {
+      for (int step = 0; step < 3; ++step) {
+        optimizer.zero_grad();
+        const int64_t rows = world.rank() + 1;
+        ddp.backward(ddp(random_batch(rows, kSizes[0], 10 * step + world.rank())).pow(2).mean(), rows);
+        optimizer.step();
+      }
+    });
+  });
+}
+
 // ZERO-67: backwards that are all averaged add up in the slices.
 TEST(ZeroStages, AddUpAveragedGradients) {
   on_ranks([](const World& world) {
@@ -381,7 +395,16 @@ TEST(ZeroStages, RefuseWhatCannotBe) {
         all[0].requires_grad_(true);
         zero->step();
         zero.reset();
-        expect_error([&] { loss_of(ddp, world, 1).backward(); }, {"is gone"});
+        loss_of(ddp, world, 1).backward();
+        EXPECT_TRUE(all[0].grad().defined()) << "DDP averages again";
+        expect_error([&] { Zero(all, adamw().lr(-1), at_stage(ZeroStage::kGradients, ddp)); }, {"lr"});
+        zero_grads(ddp);
+        loss_of(ddp, world, 1).backward();
+        EXPECT_TRUE(all[0].grad().defined()) << "nothing was changed";
+        zero_grads(ddp);
+        zero.emplace(all, adamw(), at_stage(ZeroStage::kGradients, ddp));
+        loss_of(ddp, world, 1).backward();
+        EXPECT_FALSE(all[0].grad().defined());
       },
       {2}, {"threads"});
 }
