@@ -150,7 +150,7 @@ void ShmBackend::shutdown() {
     if (!team_->is_at_home()) return queue_->abandon();
     // Whatever still runs looks at this between naps and stops.
     const auto reason = team_->seat().who() + " destroyed group '" + team_->seat().group + "'";
-    if (!queue_->is_idle()) team_->fail(reason + " with collectives under way");
+    if (!queue_->is_idle() && !team_->failure()) team_->fail(reason + " with collectives under way");
     queue_->close(reason);
     messages_->close(reason);
     // Not left to the team's end: zero-copy tensors may keep it for long.

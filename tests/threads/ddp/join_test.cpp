@@ -369,6 +369,27 @@ LOCKSTEP_THREAD_TEST(DdpJoin, DisabledScopesDoNothing, 2) {
   EXPECT_EQ(calls(true), 2) << "the control message";
 }
 
+// JOIN-15: the control message comes before buckets are rebuilt and before buffers are sent
+TEST(DdpJoin, AForwardBeginsWithTheControlMessage) {
+  run_threads_in_gtest({.world_size = 2}, [](const World& world) {
+    torch::nn::Sequential model(torch::nn::Linear(4, 4), torch::nn::BatchNorm1d(4));
+    DistributedDataParallel ddp(model, world.group());
+    ddp.join().run([&] {
+      for (int step = 0; step < 3; ++step) {
+        const testing::Recorder recorder;
+        const auto output = ddp(random_batch(2, 4, step));
+        std::vector<std::string> kinds;
+        for (const auto& event : recorder.events("launch")) kinds.push_back(event.kind);
+        // The second forward finds out in which order gradients came.
+        ASSERT_GE(kinds.size(), step == 1 ? 3U : 2U) << step;
+        EXPECT_EQ(kinds.front(), "all_reduce") << step;
+        EXPECT_EQ(std::count(kinds.begin(), kinds.end(), "all_reduce"), 1) << step;
+        output.sum().backward();
+      }
+    });
+  });
+}
+
 // JOIN-17: two forwards and backwards per batch
 LOCKSTEP_THREAD_TEST(DdpJoin, EveryForwardIsAnIteration, 2) {
   auto model = mlp({6, 4, 2});

@@ -1,4 +1,5 @@
 // Building a ZeroRedundancyOptimizer: what it takes, what it refuses, and who gets which parameter.
+#include <torch/csrc/distributed/c10d/debug.h>
 #include <torch/optim/lbfgs.h>
 #include <torch/optim/schedulers/step_lr.h>
 
@@ -83,6 +84,10 @@ TEST(ZeroConstruction, RefusesParametersItCannotShard) {
     refuses({{{leaf}}, {{other, leaf * 2}}}, {"parameter 1 of group 1 is not a leaf"});
     refuses({{{sparse}}}, {"parameter 0 is sparse Float on cpu"});
     refuses({{{leaf, wide}}}, {"parameter 0 is dense Float", "parameter 1 is dense Double"});
+    refuses({{{leaf}}, {{other, wide}}},
+            {"parameter 0 of group 0 is dense Float", "parameter 1 of group 1 is dense Double"});
+    const auto elsewhere = at::ones({2}, at::TensorOptions(at::kMeta)).requires_grad_();
+    refuses({{{leaf, elsewhere}}}, {"parameter 0 is dense Float on cpu", "parameter 1 is dense Float on meta"});
     refuses({{{leaf, other, sparse}}}, {"parameter 0 is dense Float", "parameter 2 is sparse Float"});
     refuses({{{leaf}}, {{other, leaf}}}, {"parameter 0 of group 0 and parameter 1 of group 1 are the same"});
     refuses({{{other, leaf, other}}}, {"parameter 0 and parameter 2 are the same"});
@@ -102,14 +107,20 @@ TEST(ZeroConstruction, WorksInAGroupOfSomeRanksAndRefusesOthers) {
           return;
         }
         for (const auto& [name, zero] : ways(even)) {
-          Zero optimizer(parameters, {0.1}, zero);
-          torch::optim::SGD plain(expected, 0.1);
+          const auto options = torch::optim::SGDOptions(0.1).momentum(0.9);
+          Zero optimizer(parameters, options, zero);
+          torch::optim::SGD plain(expected, options);
           set_gradients(parameters, 5);
           set_gradients(expected, 5);
           optimizer.step();
           plain.step();
           expect_same(parameters, expected, name);
           optimizer.consolidate_state_dict(1);
+          if (world.rank() == 2) {
+            expect_same_state(optimizer.state_dict(), state_dict_of(plain));
+          } else {
+            expect_error([&] { optimizer.state_dict(); }, {"rank 0 of 2"});
+          }
         }
       },
       {4});
@@ -182,6 +193,22 @@ TEST(ZeroConstruction, TakesOptimizersOfYourOwn) {
   });
 }
 
+/// SGD that chooses an option when it is built.
+struct Choosing : torch::optim::SGD {
+  explicit Choosing(const std::vector<OptimizerParamGroup>& groups, torch::optim::SGDOptions options)
+      : SGD(groups, options) {
+    for (auto& group : param_groups()) static_cast<torch::optim::SGDOptions&>(group.options()).momentum(0.75);
+  }
+};
+
+// ZERO-27
+TEST(ZeroConstruction, ShowsOptionsThatTheLocalOptimizerChose) {
+  on_ranks([](const World& world) {
+    ZeroRedundancyOptimizer<Choosing> optimizer(sized({3, 4}), {0.5}, world.group());
+    EXPECT_EQ(static_cast<torch::optim::SGDOptions&>(optimizer.param_groups()[0].options()).momentum(), 0.75);
+  });
+}
+
 // ZERO-7
 TEST(ZeroConstruction, RefusesOptimizersThatNeedAllParameters) {
   on_ranks(
@@ -210,11 +237,30 @@ TEST(ZeroConstruction, ComparesParametersOnRequest) {
             expect_error([&] { shapes.check_same_on_all_ranks(); }, {"parameter 1", "rank 1: 'Float[5]'"});
         const auto texts = all_gather_object(text.substr(0, text.find('\n')), world.group());
         for (const auto& each : texts) EXPECT_EQ(each, texts[0]);
+        Zero dtypes({at::ones({3}, is_odd ? at::kDouble : at::kFloat).requires_grad_()}, {0.1}, world.group());
+        expect_error([&] { dtypes.check_same_on_all_ranks(); }, {"parameter 0", "rank 1: 'Double[3]'"});
         Zero counts(sized(is_odd ? std::vector<int64_t>{3} : std::vector<int64_t>{3, 4}), {0.1},
                     {.process_group = world.group(), .check_same_on_all_ranks = true});
         expect_error([&] { counts.step(); }, {"number of parameters in group 0", "rank 1: '1'"});
       },
       {2, 3});
+}
+
+// ZERO-8, ZERO-30
+TEST(ZeroConstruction, ComparesParametersBeforeStepsInDebugMode) {
+  c10d::setDebugLevel(c10d::DebugLevel::Info);
+  on_ranks(
+      [](const World& world) {
+        const auto is_odd = world.rank() == 1;
+        Zero shapes(sized({3, is_odd ? 5 : 4}), {0.1}, world.group());
+        expect_error([&] { shapes.step(); }, {"parameter 1", "rank 1: 'Float[5]'"});
+        Zero groups(sized({3}), {0.1}, world.group());
+        groups.step();
+        if (is_odd) groups.add_param_group({sized({2})});
+        expect_error([&] { groups.step(); }, {"number of parameter groups", "rank 1: '2'"});
+      },
+      {2, 3});
+  c10d::setDebugLevel(c10d::DebugLevel::Off);
 }
 
 // ZERO-9, ZERO-10, ZERO-11, ZERO-13
@@ -250,6 +296,33 @@ TEST(ZeroConstruction, KnowsWhoHasWhat) {
     EXPECT_EQ(partition.param_to_index().at(more[0].unsafeGetTensorImpl()), static_cast<int64_t>(parameters.size()));
     EXPECT_EQ(partition.index_to_param().size(), parameters.size() + 1);
     EXPECT_EQ(partition.param_to_rank().at(more[0].unsafeGetTensorImpl()), 0);
+  });
+}
+
+// ZERO-10, ZERO-11
+TEST(ZeroConstruction, GivesEveryRankAllGroupsWithTheirOptionsAndFrozenParametersToo) {
+  on_ranks([](const World& world) {
+    const auto parameters = sized({100, 3, 2});
+    parameters[0].requires_grad_(false);
+    std::vector<OptimizerParamGroup> groups;
+    groups.emplace_back(std::vector<at::Tensor>{parameters[0], parameters[1]});
+    groups.emplace_back(std::vector<at::Tensor>{parameters[2]}, std::make_unique<torch::optim::SGDOptions>(0.25));
+    Zero optimizer(groups, {0.5}, world.group());
+    for (const auto& of_rank : optimizer.partition().partition()) {
+      ASSERT_EQ(of_rank.size(), 2U) << "also where they are empty";
+      EXPECT_EQ(of_rank[0].options().get_lr(), 0.5);
+      EXPECT_EQ(of_rank[1].options().get_lr(), 0.25);
+      for (std::size_t i = 0; i < 2; ++i) {
+        EXPECT_NE(&of_rank[i].options(), &optimizer.param_groups()[i].options()) << "a copy";
+      }
+    }
+    // The frozen one has an owner, and counts: the others go elsewhere.
+    const auto owner = [&](std::size_t i) {
+      return optimizer.partition().param_to_rank().at(parameters[i].unsafeGetTensorImpl());
+    };
+    EXPECT_EQ(owner(0), 0);
+    EXPECT_EQ(owner(1), world.world_size() == 1 ? 0 : 1);
+    EXPECT_EQ(owner(2), std::min(2, world.world_size() - 1));
   });
 }
 
@@ -316,7 +389,7 @@ TEST(ZeroConstruction, TakesAPartitionThatIsGiven) {
       {2});
 }
 
-// ZERO-14
+// ZERO-13, ZERO-14
 TEST(ZeroConstruction, TellsDevicesApartForBucketViewsOnly) {
   on_ranks(
       [](const World& world) {
@@ -328,6 +401,11 @@ TEST(ZeroConstruction, TellsDevicesApartForBucketViewsOnly) {
         ASSERT_EQ(devices.size(), 1U);
         EXPECT_EQ(devices[0].first, c10::Device(at::kCPU));
         EXPECT_TRUE(devices[0].second[1][0].is_same(parameters[1]));
+        // It goes with the other maps when a group is added.
+        const auto more = sized({2});
+        with.add_param_group({more});
+        EXPECT_EQ(with.device_to_params_per_rank()[0].second[1].size(), 2U);
+        EXPECT_TRUE(with.device_to_params_per_rank()[0].second[1][1].is_same(more[0]));
         Zero elements(parameters, {0.1}, {.process_group = world.group(), .partition = ZeroPartition::kElements});
         expect_error([&] { elements.partition(); }, {"belong to several ranks"});
       },

@@ -45,6 +45,23 @@ TEST(ZeroGroups, FollowALearningRateSchedule) {
   });
 }
 
+// ZERO-27
+TEST(ZeroGroups, AreSavedWithTheOptionsTheyHaveNow) {
+  on_ranks([](const World& world) {
+    for (const auto& [name, zero] : ways(world.group())) {
+      const auto parameters = parameters_of({{4, 3}, {5}});
+      ZeroRedundancyOptimizer<torch::optim::SGD> optimizer(parameters, {0.5}, zero);
+      train(optimizer, parameters, 1);
+      optimizer.param_groups()[0].options().set_lr(0.125);
+      optimizer.consolidate_state_dict();
+      EXPECT_EQ(optimizer.local_optimizer().param_groups()[0].options().get_lr(), 0.125) << name;
+      if (world.rank() == 0) {
+        EXPECT_EQ(optimizer.state_dict().param_groups[0].options.at("lr").toDouble(), 0.125);
+      }
+    }
+  });
+}
+
 /// Weights without decay, biases with; on top of the defaults.
 Groups weights_and_biases(const std::vector<at::Tensor>& parameters) {
   auto decayed = std::make_unique<AdamWOptions>(AdamWOptions());
@@ -107,6 +124,31 @@ TEST(ZeroGroups, ThatAreAddedLeaveTheOthersWhereTheyAre) {
         EXPECT_EQ(load, 24);
       }
       train(optimizer, all, 1);
+    }
+  });
+}
+
+// ZERO-29
+TEST(ZeroGroups, ThatAreAddedReachAllRanksIfTheLargestParameterIsFrozen) {
+  on_ranks([](const World& world) {
+    for (const auto& [name, zero] : ways(world.group())) {
+      const auto parameters = parameters_of({{100}, {4}, {3}});
+      parameters[0].requires_grad_(false);
+      const auto expected = copies_of(parameters);
+      ZeroRedundancyOptimizer<AdamW> optimizer({parameters[0], parameters[1]}, {}, zero);
+      AdamW plain(std::vector<at::Tensor>{expected[0], expected[1]});
+      optimizer.add_param_group(OptimizerParamGroup({parameters[2]}));
+      plain.add_param_group(OptimizerParamGroup({expected[2]}));
+      EXPECT_EQ(optimizer.param_groups().size(), 2U) << name;
+      EXPECT_EQ(optimizer.local_optimizer().param_groups().size(), 2U) << name;
+      train(optimizer, parameters, 2);
+      train(plain, expected, 2);
+      expect_same(parameters, expected, name);
+      optimizer.consolidate_state_dict();
+      if (world.rank() == 0) {
+        EXPECT_EQ(optimizer.state_dict().state.count(0), 0U) << "no gradient, no state";
+        expect_same_state(optimizer.state_dict(), state_dict_of(plain));
+      }
     }
   });
 }
@@ -212,6 +254,29 @@ TEST(ZeroGroups, WithBadOptionsLeaveNothingBehind) {
       train(optimizer, parameters, 2);
       train(plain, expected, 2);
       ddp_models::expect_close({parameters[0].detach()}, {expected[0].detach()});
+    }
+  });
+}
+
+// ZERO-32
+TEST(ZeroGroups, AddedThroughTheBaseClassAreNoticedWhenStateIsCollectedOrLoaded) {
+  on_ranks([](const World& world) {
+    for (const auto& [name, zero] : ways(world.group())) {
+      const auto parameters = parameters_of({{4, 3}, {5}, {6}});
+      ZeroRedundancyOptimizer<AdamW> optimizer({parameters[0]}, {}, zero);
+      train(optimizer, {parameters[0]}, 1);
+      torch::optim::Optimizer& base = optimizer;
+      base.add_param_group(OptimizerParamGroup({parameters[1]}));
+      optimizer.consolidate_state_dict();
+      if (world.rank() == 0) {
+        EXPECT_EQ(optimizer.state_dict().param_groups.size(), 2U) << name;
+      }
+      base.add_param_group(OptimizerParamGroup({parameters[2]}));
+      OptimizerStateDict dict;
+      dict.param_groups = {{.params = {0}}, {.params = {1}}, {.params = {2}}};
+      optimizer.load_state_dict(dict);
+      EXPECT_EQ(optimizer.local_optimizer().param_groups().size(), 3U) << name;
+      train(optimizer, parameters, 1);
     }
   });
 }

@@ -29,6 +29,9 @@ class Replay : public Joinable {
   }
   void rewind() { next_ = 0; }
 
+  /// By iteration; if there are none, they are made up.
+  std::vector<std::vector<at::Tensor>> gradients;
+
   std::unique_ptr<JoinHook> join_hook(const JoinOptions&) override {
     struct Hook : JoinHook {
       explicit Hook(Replay& owner) : owner(owner) {}
@@ -42,7 +45,11 @@ class Replay : public Joinable {
   std::string join_name() const override { return "replay"; }
 
  private:
-  void set() { set_gradients(parameters_, next_++); }
+  void set() {
+    if (gradients.empty()) return set_gradients(parameters_, next_++);
+    const auto& now = gradients[next_++];
+    for (std::size_t i = 0; i < now.size(); ++i) parameters_[i].mutable_grad() = now[i].clone();
+  }
 
   const std::vector<at::Tensor>& parameters_;
   const GroupPtr group_;
@@ -83,6 +90,42 @@ TEST(ZeroJoin, StepsOnJoinedRanksFromTheGradientsThatAreThere) {
   });
 }
 
+// JOIN-45: the gradients are those of a training with DDP
+TEST(ZeroJoin, RepeatsATrainingWithDdpFromItsGradients) {
+  on_ranks(
+      [](const World& world) {
+        for (const auto& [name, zero] : ways(world.group())) {
+          auto model = ddp_models::mlp({4, 6, 3});
+          const auto parameters = copies_of(model->parameters());
+          DistributedDataParallel ddp(model, world.group());
+          SGD plain(model->parameters(), SGDOptions(0.1).momentum(0.9));
+          Zero optimizer(parameters, SGDOptions(0.1).momentum(0.9), zero);
+          Replay replay(parameters, world.group());
+          for (int epoch = 0; epoch < 2; ++epoch) {
+            replay.gradients.clear();
+            std::vector<std::vector<at::Tensor>> wanted;
+            for (int i = 0; i < 3 + world.world_size() - 1; ++i) {
+              plain.zero_grad();
+              ddp(ddp_models::random_batch(2, 4, 100 * epoch + 10 * i + world.rank())).pow(2).mean().backward();
+              replay.gradients.push_back(ddp_models::gradients_of(*model));
+              plain.step();
+              wanted.push_back(copies_of(model->parameters()));
+            }
+            replay.rewind();
+            Join({&replay, &optimizer}).run([&] {
+              for (int i = 0; i < 3 + world.rank(); ++i) {
+                replay();
+                optimizer.step();
+                expect_same(parameters, wanted[i], name);
+              }
+            });
+            expect_same(parameters, wanted.back(), name);
+          }
+        }
+      },
+      {2, 3, 4}, {"threads", "gloo"});
+}
+
 // JOIN-46
 TEST(ZeroJoin, WorksAloneAndAsTheFirst) {
   on_ranks([](const World& world) {
@@ -109,7 +152,7 @@ TEST(ZeroJoin, WorksAloneAndAsTheFirst) {
   });
 }
 
-// JOIN-46
+// JOIN-44, JOIN-46
 TEST(ZeroJoin, TakesNoControlMessageWhileItMirrors) {
   on_ranks(
       [](const World& world) {
@@ -141,7 +184,7 @@ TEST(ZeroJoin, MustComeAfterDdpInAList) {
       {2});
 }
 
-// JOIN-44
+// JOIN-55
 TEST(ZeroJoin, FollowsAScheduleOnJoinedRanksIfAskedTo) {
   on_ranks(
       [](const World& world) {

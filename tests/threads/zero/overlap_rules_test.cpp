@@ -2,8 +2,11 @@
 #include <torch/csrc/distributed/c10d/debug.h>
 #include <torch/optim/lbfgs.h>
 
+#include <sstream>
+
 #include "lockstep/comm/objects.h"
 #include "lockstep/join/join.h"
+#include "lockstep/optim/functional_registry.h"
 #include "lockstep/testing/temp_dir.h"
 #include "lockstep/zero/streaming.h"
 #include "tests/zero_overlap_fixtures.h"
@@ -193,6 +196,90 @@ TEST(ZeroOverlapStep, WarnsAndDoesNothing) {
   });
 }
 
+// ZERO-61
+TEST(ZeroOverlapStep, TakesNoSecondStepAfterABackward) {
+  on_ranks(
+      [](const World& world) {
+        DistributedDataParallel ddp(mlp(kSizes), world.group(), small_buckets());
+        Zero zero(ddp.parameters(), sgd(), overlapped(world.group()));
+        ddp.register_comm_hook(hook_of(Form::kAfterLast, ddp, zero));
+        Warnings warnings;
+        for (int step = 0; step < 5; ++step) {
+          train_once(ddp, world, step);
+          const testing::Recorder recorder;
+          EXPECT_FALSE(zero.step().defined());
+          EXPECT_TRUE(recorder.events().empty());
+        }
+        EXPECT_EQ(warnings.count("step() does nothing with overlap_with_ddp"), 5);
+        EXPECT_EQ(warnings.count("no hook was made"), 0);
+        expect_same(ddp.parameters(), plain_result(world, 2, 5), "backwards alone", kClose);
+        const auto gradients = gradients_of(ddp);
+        for (const auto& gradient : gradients) EXPECT_TRUE(gradient.defined()) << "zero_grad() is the program's";
+        zero.zero_grad();
+        for (const auto& parameter : ddp.parameters()) EXPECT_FALSE(parameter.grad().defined());
+      },
+      {2}, {"threads"});
+}
+
+/// SGD's, until it shall fail.
+class FailingForm : public optim::FunctionalOptimizer {
+ public:
+  explicit FailingForm(const std::vector<at::Tensor>& parameters)
+      : FunctionalOptimizer(parameters), inner_(parameters) {}
+  std::string name() const override { return "Failing"; }
+  void step(const std::vector<at::Tensor>& gradients) override {
+    TORCH_CHECK(!fails, "the gradient is odd");
+    inner_.step(gradients);
+  }
+  torch::optim::OptimizerOptions& options() override { return inner_.options(); }
+  void set_options(const torch::optim::OptimizerOptions& options) override { inner_.set_options(options); }
+  optim::NamedState state(std::size_t index) const override { return inner_.state(index); }
+  void load_state(std::size_t index, const optim::NamedState& state) override { inner_.load_state(index, state); }
+
+  static thread_local bool fails;
+
+ private:
+  optim::FunctionalSGD inner_;
+};
+thread_local bool FailingForm::fails = false;
+
+struct Failing : SGD {
+  using SGD::SGD;
+};
+
+// ZERO-25: with overlap
+TEST(ZeroOverlapStep, ThatThrowsTellsTheOthers) {
+  optim::register_functional<Failing>(
+      [](const std::vector<at::Tensor>& parameters, const torch::optim::OptimizerOptions&) {
+        return std::make_unique<FailingForm>(parameters);
+      });
+  on_ranks(
+      [](const World& world) {
+        for (const auto form : {Form::kAfterLast, Form::kInterleaved}) {
+          const auto group = new_group(world.group(), global_ranks(world.group()), {.name = "spare"});
+          DistributedDataParallel ddp(mlp(kSizes), group, small_buckets());
+          ZeroRedundancyOptimizer<Failing> zero(ddp.parameters(), {0.1}, overlapped(group));
+          ddp.register_comm_hook(hook_of(form, ddp, zero));
+          for (int step = 0; step < 3; ++step) train_once(ddp, world, step);
+          // Backwards of this thread's graphs run on it.
+          FailingForm::fails = world.rank() == 1;
+          std::string error;
+          const auto start = std::chrono::steady_clock::now();
+          try {
+            train_once(ddp, world, 3);
+          } catch (const std::exception& thrown) {
+            error = thrown.what();
+          }
+          FailingForm::fails = false;
+          EXPECT_THAT(error,
+                      ::testing::HasSubstr(world.rank() == 1 ? "the gradient is odd"
+                                                             : "rank 1 left by an exception: the gradient is odd"));
+          EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
+        }
+      },
+      {2, 3}, {"threads", "shm"});
+}
+
 // ZERO-61: local backwards add up; the first reduced one steps with the sum
 TEST(ZeroOverlapStep, UpdatesNothingInNoSync) {
   on_ranks(
@@ -236,6 +323,27 @@ std::string launched_by(const testing::Recorder& recorder) {
   return text;
 }
 
+std::string broadcasts_in(const std::string& launched) {
+  std::istringstream lines(launched);
+  std::string text;
+  for (std::string line; std::getline(lines, line);) {
+    if (line.starts_with("broadcast")) text += line + "\n";
+  }
+  return text;
+}
+
+/// Bucket by bucket, by ascending rank.
+std::string parts_in_order(const OverlapInfo& info) {
+  std::string text;
+  for (std::size_t bucket = 0; bucket < info.params_per_bucket.size(); ++bucket) {
+    for (const auto& of_rank : info.assignments_per_rank) {
+      const auto part = of_rank.find(bucket);
+      if (part != of_rank.end()) text += "broadcast " + std::to_string(4 * part->second.numel()) + "\n";
+    }
+  }
+  return text;
+}
+
 // ZERO-57, ZERO-62
 TEST(ZeroOverlapOrder, IsTheSameOnAllRanks) {
   on_ranks(
@@ -261,6 +369,7 @@ TEST(ZeroOverlapOrder, IsTheSameOnAllRanks) {
               ++broadcasts;
             }
             EXPECT_EQ(broadcasts, zero.overlap_info().num_bucket_assignments);
+            EXPECT_EQ(broadcasts_in(mine), parts_in_order(zero.overlap_info()));
           }
         }
       },
@@ -381,25 +490,32 @@ TEST(ZeroOverlapJoin, StepsOnJoinedRanksThroughDdpsHook) {
 }
 
 // JOIN-48
-TEST(ZeroOverlapJoin, WarnsIfTheOptimizerIsListedToo) {
+TEST(ZeroOverlapJoin, WarnsIfTheOptimizerIsListedTooAndDoesTheSame) {
   on_ranks(
       [](const World& world) {
-        DistributedDataParallel ddp(mlp(kSizes), world.group(), small_buckets());
-        Zero zero(ddp.parameters(), sgd(), overlapped(world.group()));
-        ddp.register_comm_hook(hook_of(Form::kAfterLast, ddp, zero));
-        Warnings warnings;
-        Join({&ddp, &zero}).run([&] {
-          for (int step = 0; step < 3 + world.rank(); ++step) train_once(ddp, world, step);
-        });
-        EXPECT_EQ(warnings.count("the scope needs DDP only"), 1);
-        const auto parameters = copies_of(ddp.parameters());
-        for (const auto& parameter : parameters) {
-          auto of_rank_0 = parameter.detach().clone();
-          broadcast(of_rank_0, 0, world.group());
-          EXPECT_TRUE(at::equal(parameter, of_rank_0));
+        std::vector<at::Tensor> wanted;
+        std::size_t launches = 0;
+        for (const bool lists_optimizer : {false, true}) {
+          DistributedDataParallel ddp(mlp(kSizes), world.group(), small_buckets());
+          Zero zero(ddp.parameters(), sgd(), overlapped(world.group()));
+          ddp.register_comm_hook(hook_of(Form::kAfterLast, ddp, zero));
+          Warnings warnings;
+          const testing::Recorder recorder;
+          std::vector<Joinable*> joinables = {&ddp};
+          if (lists_optimizer) joinables.push_back(&zero);
+          Join(joinables).run([&] {
+            for (int step = 0; step < 3 + world.rank(); ++step) train_once(ddp, world, step);
+          });
+          EXPECT_EQ(warnings.count("the scope needs DDP only"), lists_optimizer ? 1 : 0);
+          if (!lists_optimizer) {
+            wanted = copies_of(ddp.parameters());
+            launches = recorder.events("launch").size();
+          }
+          expect_same(ddp.parameters(), wanted);
+          EXPECT_EQ(recorder.events("launch").size(), launches);
         }
       },
-      {2}, {"threads"});
+      {2, 3}, {"threads"});
 }
 
 // ZERO-65

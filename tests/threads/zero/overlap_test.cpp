@@ -8,7 +8,6 @@ namespace {
 
 using namespace zero_overlap_fixtures;
 using torch::optim::AdamW;
-using torch::optim::AdamWOptions;
 
 struct Case {
   Form form;
@@ -93,10 +92,15 @@ TEST(ZeroOverlap, SetsItselfUpWhenBucketsAreFinal) {
           Zero zero(ddp.parameters(), sgd(), overlapped(world.group()));
           ddp.register_comm_hook(hook_of(Form::kAfterLast, ddp, zero));
           const auto& info = zero.overlap_info();
+          DistributedDataParallel untrained(mlp(kSizes), world.group());
           std::vector<int> trace;
           for (int step = 0; step < 5; ++step) {
             trace.push_back(static_cast<int>(info.status));
             train_once(ddp, world, step);
+            if (step < (is_static ? 3 : 2)) {
+              train_once(untrained, world, step);
+              expect_close(gradients_of(ddp), gradients_of(untrained));
+            }
             EXPECT_TRUE(info.bucket_indices_seen.empty() && info.broadcast_handles.empty());
             EXPECT_TRUE(info.bucket_index_to_future.empty() && info.bucket_index_to_bucket.empty());
           }
@@ -107,7 +111,7 @@ TEST(ZeroOverlap, SetsItselfUpWhenBucketsAreFinal) {
       {1, 2}, {"threads"});
 }
 
-// ZERO-46, ZERO-50, ZERO-51
+// ZERO-13, ZERO-46, ZERO-50, ZERO-51
 TEST(ZeroOverlap, MovesParametersIntoOneFlatTensorForEachAssignment) {
   on_ranks(
       [](const World& world) {
@@ -128,7 +132,9 @@ TEST(ZeroOverlap, MovesParametersIntoOneFlatTensorForEachAssignment) {
               if (shard_buckets) continue;
               EXPECT_EQ(rank, static_cast<int>(bucket_index) % world.world_size());
             }
-            EXPECT_EQ(zero.partition().partition()[rank][0].params().size(), info.params_per_rank[rank].size());
+            const auto& own = zero.partition().partition()[rank][0].params();
+            ASSERT_EQ(own.size(), info.params_per_rank[rank].size());
+            for (std::size_t i = 0; i < own.size(); ++i) EXPECT_TRUE(own[i].is_same(info.params_per_rank[rank][i]));
           }
           EXPECT_EQ(assignments, info.num_bucket_assignments);
           EXPECT_EQ(parameters, ddp.parameters().size());
@@ -139,6 +145,34 @@ TEST(ZeroOverlap, MovesParametersIntoOneFlatTensorForEachAssignment) {
         }
       },
       {2, 3}, {"threads"});
+}
+
+// ZERO-50
+TEST(ZeroOverlap, GivesToNobodyWhatIsInNoBucket) {
+  on_ranks(
+      [](const World& world) {
+        const auto model = mlp(kSizes);
+        const auto frozen = model->layers[1]->weight;
+        frozen.requires_grad_(false);
+        const auto before = frozen.detach().clone();
+        DistributedDataParallel ddp(model, world.group(), small_buckets());
+        Zero zero(ddp.parameters(), sgd(), overlapped(world.group()));
+        ddp.register_comm_hook(hook_of(Form::kAfterLast, ddp, zero, true));
+        for (int step = 0; step < 4; ++step) train_once(ddp, world, step);
+        const auto& owners = zero.partition().param_to_rank();
+        EXPECT_EQ(owners.count(frozen.unsafeGetTensorImpl()), 0U);
+        EXPECT_EQ(owners.size(), ddp.parameters().size() - 1);
+        EXPECT_TRUE(at::equal(frozen, before));
+        EXPECT_FALSE(at::equal(ddp.parameters()[0], mlp(kSizes)->parameters()[0]));
+
+        // Whereas the optimizer must have all that is in a bucket.
+        DistributedDataParallel whole(mlp(kSizes), world.group(), small_buckets());
+        Zero part({whole.parameters()[0]}, sgd(), overlapped(world.group()));
+        whole.register_comm_hook(hook_of(Form::kAfterLast, whole, part));
+        for (int step = 0; step < 2; ++step) train_once(whole, world, step);
+        testing::expect_error([&] { train_once(whole, world, 2); }, {"is none of the optimizer's parameters"});
+      },
+      {2}, {"threads"});
 }
 
 // ZERO-71
@@ -275,17 +309,35 @@ TEST(ZeroOverlap, LeavesAloneWhatAStaticGraphNeverUses) {
       {1, 2, 3});
 }
 
-// ZERO-58
-TEST(ZeroOverlap, StepsOtherOptimizersToo) {
+template <class Optimizer>
+void expect_overlap_of(const World& world, const typename ZeroRedundancyOptimizer<Optimizer>::LocalOptions& options) {
+  SCOPED_TRACE(c10::demangle_type<Optimizer>());
+  DistributedDataParallel ddp(mlp(kSizes), world.group(), small_buckets());
+  ZeroRedundancyOptimizer<Optimizer> zero(ddp.parameters(), options, overlapped(world.group()));
+  ddp.register_comm_hook(hook_of(Form::kInterleaved, ddp, zero, true));
+  for (int step = 0; step < 6; ++step) train_once(ddp, world, step);
+  expect_same(ddp.parameters(), plain_result<Optimizer>(world, 2, 6, options), "result", {1e-4});
+}
+
+// ZERO-58, ZERO-59
+TEST(ZeroOverlap, StepsAllOptimizersThatHaveAFunctionalForm) {
   on_ranks(
       [](const World& world) {
-        DistributedDataParallel ddp(mlp(kSizes), world.group(), small_buckets());
-        ZeroRedundancyOptimizer<AdamW> zero(ddp.parameters(), AdamWOptions(0.01), overlapped(world.group()));
-        ddp.register_comm_hook(hook_of(Form::kInterleaved, ddp, zero, true));
-        for (int step = 0; step < 6; ++step) train_once(ddp, world, step);
-        expect_same(ddp.parameters(), plain_result<AdamW>(world, 2, 6, AdamWOptions(0.01)), "result", {1e-4});
+        expect_overlap_of<torch::optim::Adagrad>(world, {0.01});
+        expect_overlap_of<torch::optim::Adam>(world, torch::optim::AdamOptions(0.01).amsgrad(true));
+        expect_overlap_of<AdamW>(world, {0.01});
+        expect_overlap_of<torch::optim::RMSprop>(world, torch::optim::RMSpropOptions(0.01).momentum(0.5));
+        expect_overlap_of<SGD>(world, SGDOptions(0.1).momentum(0.9).nesterov(true));
+        expect_overlap_of<optim::Adadelta>(world, {.lr = 0.1});
+        expect_overlap_of<optim::Adagrad>(world, {.lr = 0.01, .initial_accumulator_value = 0.5});
+        expect_overlap_of<optim::Adam>(world, {.lr = 0.01, .maximize = true});
+        expect_overlap_of<optim::Adamax>(world, {.lr = 0.01});
+        expect_overlap_of<optim::AdamW>(world, {.lr = 0.01, .amsgrad = true});
+        expect_overlap_of<optim::RMSprop>(world, {.lr = 0.01, .centered = true});
+        expect_overlap_of<optim::Rprop>(world, {.lr = 0.001});
+        expect_overlap_of<optim::SGD>(world, {.lr = 0.1, .momentum = 0.9, .maximize = true});
       },
-      {2, 3});
+      {2, 3}, {"threads", "shm"});
 }
 
 }  // namespace

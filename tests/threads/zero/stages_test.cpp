@@ -1,5 +1,6 @@
 // One option from plain data parallelism to sharded gradients: the same parameters, and less memory.
 #include "lockstep/optim/grad_scaler.h"
+#include "lockstep/testing/memory_probe.h"
 #include "lockstep/zero/overflow.h"
 #include "lockstep/zero/streaming.h"
 #include "tests/ddp_models.h"
@@ -343,6 +344,32 @@ TEST(ZeroStages, KeepASliceOfTheGradientsAndTwoBuckets) {
         EXPECT_GT(ddp.engine().reducer()->lent_bytes(), 0);
       },
       {2, 4}, {"threads", "shm"});
+}
+
+/// Most bytes that the first backward takes, and what was taken for gradients before it.
+int64_t peak_of_gradients(const World& world, ZeroStage stage, const std::vector<int64_t>& sizes) {
+  DistributedDataParallel ddp(mlp(sizes), {.process_group = world.group(), .bucket_cap_mb = 0.001});
+  Zero zero(ddp.parameters(), adamw(), at_stage(stage, ddp));
+  const auto loss = ddp(random_batch(1, sizes[0], 0)).pow(2).mean();
+  const testing::MemoryProbe probe;
+  loss.backward();
+  return probe.total().peak_bytes + zero.memory_report().gradients;
+}
+
+// ZERO-67
+TEST(ZeroStages, TakeTheMemoryOfASliceAndAFewBucketsForGradients) {
+  on_ranks(
+      [](const World& world) {
+        const std::vector<int64_t> sizes(17, 64);
+        constexpr int64_t kLayer = 4 * (64 * 64 + 64);
+        const auto all = 16 * kLayer;
+        EXPECT_GE(peak_of_gradients(world, ZeroStage::kState, sizes), all);
+        // Two buckets under way, and of whole gradients those of one layer, which autograd has twice for a moment.
+        constexpr int64_t kLoss = 64;
+        EXPECT_LE(peak_of_gradients(world, ZeroStage::kGradients, sizes),
+                  all / world.world_size() + 4 * kLayer + kLoss);
+      },
+      {2, 4}, {"threads"});
 }
 
 // ZERO-67

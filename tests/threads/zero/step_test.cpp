@@ -1,6 +1,7 @@
 // Steps: as those of an optimizer that is not sharded, bit by bit, whatever the division, backend and options.
 #include "lockstep/base/str.h"
 #include "lockstep/comm/collectives.h"
+#include "lockstep/join/join.h"
 #include "lockstep/testing/recorder.h"
 #include "tests/ddp_models.h"
 #include "tests/zero_fixtures.h"
@@ -58,35 +59,48 @@ TEST(ZeroStep, EqualsTheUnshardedOptimizerBitByBit) {
   });
 }
 
+template <class Optim>
+void expect_as_plain_with_ddp(const World& world, const typename ZeroRedundancyOptimizer<Optim>::LocalOptions& options,
+                              Within within = {}) {
+  for (const auto& [name, zero] : ways(world.group())) {
+    SCOPED_TRACE(c10::demangle_type<Optim>() + (", " + name));
+    const auto plain_model = ddp_models::mlp({4, 6, 3});
+    const auto model = ddp_models::mlp({4, 6, 3});
+    const DdpOptions ddp_options{.process_group = world.group(), .find_unused_parameters = true};
+    DistributedDataParallel plain_ddp(plain_model, ddp_options);
+    DistributedDataParallel ddp(model, ddp_options);
+    Optim plain(std::vector<torch::optim::OptimizerParamGroup>{{plain_model->parameters()}}, options);
+    ZeroRedundancyOptimizer<Optim> optimizer(model->parameters(), options, zero);
+    for (int batch = 0; batch < 20; ++batch) {
+      if (batch >= 10) {
+        for (const auto& each : {plain_model, model}) each->parameters()[0].requires_grad_(batch % 2 == 0);
+      }
+      const auto input = ddp_models::random_batch(3, 4, 10 * batch + world.rank());
+      plain.zero_grad();
+      optimizer.zero_grad();
+      const auto plain_loss = plain_ddp(input).pow(2).mean();
+      const auto loss = ddp(input).pow(2).mean();
+      plain_loss.backward();
+      loss.backward();
+      plain.step();
+      optimizer.step();
+      EXPECT_TRUE(agree(loss, plain_loss, within)) << batch;
+      expect_same(model->parameters(), plain_model->parameters(), std::to_string(batch), within);
+    }
+  }
+}
+
 // ZERO-26
 TEST(ZeroStep, TrainsAsDdpWithThePlainOptimizerWhileAParameterIsFrozen) {
   on_ranks(
       [](const World& world) {
-        for (const auto& [name, zero] : ways(world.group())) {
-          const auto plain_model = ddp_models::mlp({4, 6, 3});
-          const auto model = ddp_models::mlp({4, 6, 3});
-          const DdpOptions options{.process_group = world.group(), .find_unused_parameters = true};
-          DistributedDataParallel plain_ddp(plain_model, options);
-          DistributedDataParallel ddp(model, options);
-          torch::optim::AdamW plain(plain_model->parameters(), 0.01);
-          ZeroRedundancyOptimizer<torch::optim::AdamW> optimizer(model->parameters(), {0.01}, zero);
-          for (int batch = 0; batch < 20; ++batch) {
-            if (batch >= 10) {
-              for (const auto& each : {plain_model, model}) each->parameters()[0].requires_grad_(batch % 2 == 0);
-            }
-            const auto input = ddp_models::random_batch(3, 4, 10 * batch + world.rank());
-            plain.zero_grad();
-            optimizer.zero_grad();
-            const auto plain_loss = plain_ddp(input).pow(2).mean();
-            const auto loss = ddp(input).pow(2).mean();
-            plain_loss.backward();
-            loss.backward();
-            plain.step();
-            optimizer.step();
-            EXPECT_TRUE(at::equal(loss, plain_loss)) << name << " " << batch;
-            expect_same(model->parameters(), plain_model->parameters(), name + std::to_string(batch));
-          }
-        }
+        expect_as_plain_with_ddp<torch::optim::Adam>(world, {0.01});
+        expect_as_plain_with_ddp<torch::optim::AdamW>(world, {0.01});
+        expect_as_plain_with_ddp<torch::optim::SGD>(world, torch::optim::SGDOptions(0.01).momentum(0.9));
+        // libtorch's have no maximize.
+        expect_as_plain_with_ddp<optim::Adam>(world, {.lr = 0.01, .maximize = true}, kFusedSlices);
+        expect_as_plain_with_ddp<optim::AdamW>(world, {.lr = 0.01, .maximize = true}, kFusedSlices);
+        expect_as_plain_with_ddp<optim::SGD>(world, {.lr = 0.01, .momentum = 0.5, .maximize = true}, kFusedSlices);
       },
       {2, 3}, {"threads"});
 }
@@ -149,7 +163,7 @@ TEST(ZeroStep, RunsTheClosureOnceAndReturnsItsLoss) {
 struct Watching : torch::optim::SGD {
   using SGD::SGD;
   at::Tensor step(LossClosure closure) override {
-    events.push_back(str("step with lr ", param_groups()[0].options().get_lr()));
+    events.push_back(str("step with lr ", param_groups()[0].options().get_lr(), closure ? ", closure" : ""));
     const auto loss = SGD::step(closure);
     param_groups()[0].options().set_lr(0.5);
     return loss;
@@ -167,16 +181,60 @@ TEST(ZeroStep, GoesFromOptionsToTheLocalStepToOptionsToParameters) {
     auto& events = optimizer.local_optimizer().events;
     const ddp_models::Warnings warnings;
     const Recorder recorder;
-    optimizer.step([&] {
+    const auto loss = optimizer.step([&] {
       EXPECT_EQ(warnings.count("frozen or are trainable"), 1) << "trainability comes first";
       EXPECT_TRUE(recorder.events().empty());
       events.emplace_back("closure");
-      return at::ones({});
+      return at::full({}, 7);
     });
-    EXPECT_THAT(events, ::testing::ElementsAre("step with lr 0.25", "closure"));
+    EXPECT_EQ(loss.item<float>(), 7);
+    EXPECT_THAT(events, ::testing::ElementsAre("step with lr 0.25, closure", "closure"));
     EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 0.5) << "what the step changed shows";
     EXPECT_EQ(recorder.events("launch").size(), world.world_size() == 1 ? 0U : 1U);
+    optimizer.step();
+    EXPECT_EQ(events.back(), "step with lr 0.5") << "no closure was given";
   });
+}
+
+// ZERO-20, JOIN-15
+TEST(ZeroStep, BeginsWithTheControlMessageOfAJoinScope) {
+  on_ranks([](const World& world) {
+    const auto parameters = parameters_of({{3}, {4}});
+    ZeroRedundancyOptimizer<torch::optim::SGD> optimizer(parameters, {0.1}, world.group());
+    const auto values = copies_of(parameters);
+    const bool has_more = world.rank() > 0;
+    const ddp_models::Warnings warnings;
+    const auto train = [&] {
+      Join({&optimizer}, {.throw_on_early_termination = true}).run([&] {
+        const Recorder recorder;
+        optimizer.step([&] {
+          EXPECT_EQ(recorder.events("launch").size(), 1U) << "the message, and no parameter yet";
+          return at::ones({});
+        });
+        // All ranks stop here, where this one has not yet looked at its parameters.
+        parameters[0].requires_grad_(false);
+        if (has_more) optimizer.step();
+      });
+    };
+    if (world.world_size() == 1) {
+      train();
+    } else {
+      expect_error(train, {"rank 0 ran out of inputs"});
+    }
+    EXPECT_EQ(warnings.count("frozen or are trainable"), 0);
+    expect_same(parameters, values);
+  });
+}
+
+// ZERO-27
+TEST(ZeroStep, IsRefusedIfTheLocalOptimizerHasOtherGroups) {
+  on_ranks(
+      [](const World& world) {
+        ZeroRedundancyOptimizer<torch::optim::SGD> optimizer(parameters_of({{3}}), {0.1}, world.group());
+        optimizer.local_optimizer().param_groups().pop_back();
+        expect_error([&] { optimizer.step(); }, {"INTERNAL ASSERT", "1 parameter groups on one side, 0 on the other"});
+      },
+      {1}, {"threads"});
 }
 
 std::vector<std::string> launches(const Recorder& recorder) {
@@ -215,13 +273,56 @@ TEST(ZeroStep, SendsBucketsRankByRankAndSmallParametersTogether) {
       {3, 4});
 }
 
+// ZERO-23
+TEST(ZeroStep, SendsBucketsInTheOrderOfTheRanks) {
+  on_ranks([](const World& world) {
+    // Rank 0 has 90 elements, rank 1 has 60, rank 2 has 30, rank 3 none.
+    const auto parameters = parameters_of({{90}, {60}, {30}});
+    ZeroRedundancyOptimizer<torch::optim::SGD> optimizer(
+        parameters, {0.1}, {.process_group = world.group(), .parameters_as_bucket_view = true});
+    std::vector<std::size_t> expected;
+    for (const auto& groups : optimizer.partition().partition()) {
+      std::size_t elements = 0;
+      for (const auto& parameter : groups[0].params()) elements += parameter.numel();
+      expected.push_back(4 * std::max<std::size_t>(elements, 1));
+    }
+    set_gradients(parameters, 1);
+    const Recorder recorder;
+    optimizer.step();
+    std::vector<std::size_t> sent;
+    for (const auto& event : recorder.events("launch")) sent.push_back(event.bytes);
+    EXPECT_EQ(sent, expected);
+  });
+}
+
+// ZERO-24
+TEST(ZeroStep, ReplacesWhatOtherRanksHaveByTheOwnersValues) {
+  on_ranks([](const World& world) {
+    for (const auto& [name, zero] : ways(world.group())) {
+      if (zero.partition == ZeroPartition::kElements) continue;
+      const auto parameters = parameters_of({{7, 5}, {5}, {400, 400}, {1}, {}, {13}});
+      parameters[1].requires_grad_(false);
+      const auto values = copies_of(parameters);
+      ZeroRedundancyOptimizer<torch::optim::SGD> optimizer(parameters, {0.1}, zero);
+      const auto& owners = optimizer.partition().param_to_rank();
+      for (const auto& parameter : parameters) {
+        if (owners.at(parameter.unsafeGetTensorImpl()) != world.rank()) parameter.detach().fill_(world.rank());
+      }
+      optimizer.step();
+      for (std::size_t i = 0; i < parameters.size(); ++i) {
+        // Buckets hold trainable parameters only.
+        if (i != 1 || name == "parameters") expect_same({parameters[i]}, {values[i]}, name);
+      }
+    }
+  });
+}
+
 // ZERO-24
 TEST(ZeroStep, LeavesParametersWithoutGradientAndStillSendsThem) {
   on_ranks([](const World& world) {
     for (const auto& [name, zero] : ways(world.group())) {
       const auto parameters = parameters_of(kShapes);
       const auto expected = copies_of(parameters);
-      // Somebody else's values are to be replaced by the owner's.
       ZeroRedundancyOptimizer<torch::optim::Adam> optimizer(parameters, {}, zero);
       torch::optim::Adam plain(expected);
       for (int step = 0; step < 6; ++step) {

@@ -65,6 +65,47 @@ TEST(Functional, SkipsUndefinedGradientsAndCountsThem) {
   expect_general_behaviour<optim::SGDRule>();
 }
 
+// ZERO-59: ZeroRedundancyOptimizer takes torch::optim::Optimizers only, so without overlap these are refused
+template <class Rule>
+constexpr bool kIsOrdinary = std::is_base_of_v<torch::optim::Optimizer, optim::Functional<Rule>>;
+static_assert(!kIsOrdinary<optim::AdadeltaRule> && !kIsOrdinary<optim::AdagradRule> && !kIsOrdinary<optim::AdamRule> &&
+              !kIsOrdinary<optim::AdamaxRule> && !kIsOrdinary<optim::AdamWRule> && !kIsOrdinary<optim::RMSpropRule> &&
+              !kIsOrdinary<optim::RpropRule> && !kIsOrdinary<optim::SGDRule>);
+
+// ZERO-59
+TEST(Functional, NamesBadOptions) {
+  const auto parameters = made_parameters();
+  expect_error([&] { optim::FunctionalAdam(parameters, {.betas = {0.9, 1.0}}); },
+               {"Adam", "Invalid beta parameter at index 1: 1"});
+  expect_error([&] { optim::FunctionalAdamW(parameters, {.eps = -1}); }, {"AdamW", "Invalid epsilon value: -1"});
+  expect_error([&] { optim::FunctionalAdamW(parameters, {.weight_decay = -1}); }, {"Invalid weight_decay value: -1"});
+  expect_error([&] { optim::FunctionalAdamax(parameters, {.eps = -1}); }, {"Adamax", "Invalid epsilon value: -1"});
+  expect_error([&] { optim::FunctionalAdagrad(parameters, {.lr_decay = -1}); }, {"Adagrad", "lr_decay value: -1"});
+  expect_error([&] { optim::FunctionalAdadelta(parameters, {.rho = 2}); }, {"Adadelta", "rho value: 2"});
+  expect_error([&] { optim::FunctionalRMSprop(parameters, {.alpha = -1}); }, {"RMSprop", "alpha value: -1"});
+  expect_error([&] { optim::FunctionalRprop(parameters, {.etas = {2, 3}}); }, {"Rprop", "Invalid eta values: 2, 3"});
+  expect_error([&] { optim::FunctionalSGD(parameters, {.nesterov = true}); }, {"SGD", "Nesterov"});
+}
+
+// ZERO-59
+TEST(Functional, KeepsTheOptionsOfOrdinaryOptimizers) {
+  const auto parameters = made_parameters();
+  const auto adam =
+      optim::functional_form_of<torch::optim::Adam>(parameters, torch::optim::AdamOptions(0.5).amsgrad(true));
+  EXPECT_EQ(optim::options_from<optim::AdamOptions>(adam->options()), (optim::AdamOptions{.lr = 0.5, .amsgrad = true}));
+  const auto adamw = optim::functional_form_of<torch::optim::AdamW>(
+      parameters, torch::optim::AdamWOptions(0.5).betas({0.5, 0.75}).eps(0.25).weight_decay(2).amsgrad(true));
+  EXPECT_EQ(optim::options_from<optim::AdamWOptions>(adamw->options()),
+            (optim::AdamWOptions{.lr = 0.5, .betas = {0.5, 0.75}, .eps = 0.25, .weight_decay = 2, .amsgrad = true}));
+  const auto sgd = optim::functional_form_of<torch::optim::SGD>(
+      parameters, torch::optim::SGDOptions(0.5).momentum(0.9).nesterov(true));
+  EXPECT_EQ(optim::options_from<optim::SGDOptions>(sgd->options()),
+            (optim::SGDOptions{.lr = 0.5, .momentum = 0.9, .nesterov = true}));
+  const auto ours =
+      optim::functional_form_of<optim::Rprop>(parameters, *optim::group_options(optim::RpropOptions{.maximize = true}));
+  EXPECT_TRUE(optim::options_from<optim::RpropOptions>(ours->options()).maximize);
+}
+
 // ZERO-59
 TEST(Functional, RefusesBadGradientsBeforeAnyChange) {
   const auto parameters = made_parameters();
