@@ -255,30 +255,6 @@ TEST(Optimizers, StepAGroupInOneCall) {
   EXPECT_LE(std::count(operators.begin(), operators.begin() + static_cast<std::ptrdiff_t>(first), ' '), 3) << operators;
 }
 
-/// The shortest of some steps.
-std::chrono::nanoseconds time_of_step(torch::optim::Optimizer& optimizer) {
-  auto best = std::chrono::nanoseconds::max();
-  for (int i = 0; i < 20; ++i) {
-    const auto start = std::chrono::steady_clock::now();
-    optimizer.step();
-    best = std::min<std::chrono::nanoseconds>(best, std::chrono::steady_clock::now() - start);
-  }
-  return best;
-}
-
-// ZERO-68
-TEST(Optimizers, StepFasterThanLibtorchs) {
-  std::vector<at::Tensor> parameters;
-  for (int i = 0; i < 30; ++i) parameters.push_back(at::ones({5000}).requires_grad_());
-  fill_gradients(parameters);
-  optim::AdamW adamw(parameters);
-  torch::optim::AdamW their_adamw(parameters);
-  EXPECT_LT(time_of_step(adamw), time_of_step(their_adamw));
-  optim::SGD sgd(parameters, {.lr = 1e-3, .momentum = 0.9});
-  torch::optim::SGD their_sgd(parameters, torch::optim::SGDOptions(1e-3).momentum(0.9));
-  EXPECT_LT(time_of_step(sgd), time_of_step(their_sgd));
-}
-
 TEST(Optimizers, LeaveTheNumberOfThreadsAsItWas) {
   const auto before = at::get_num_threads();
   at::set_num_threads(2);
