@@ -44,6 +44,7 @@ bool is_large(const ElementRange& elements) {
 /// Elements `from` of the gradient, counted as the parameter lies in memory, to `to` of the row.
 void copy_gradient(const at::Tensor& row, const ElementRange& to, const at::Tensor& gradient,
                    const at::Tensor& parameter, const ElementRange& from) {
+  if (from.is_empty()) return;
   if (gradient.is_cpu() && lies_like(gradient, parameter)) {
     const auto item = static_cast<int64_t>(row.itemsize());
     std::memcpy(static_cast<char*>(row.mutable_data_ptr()) + to.begin * item,

@@ -127,7 +127,7 @@ TEST(OverlapInfo, ForgetsABackwardAndNothingElse) {
   OverlapInfo info;
   info.add_bucket(parameters({1}));
   info.assign(0, 1);
-  info.bucket_indices_seen = {0};
+  info.bucket_indices_seen.push_back(0);
   info.bucket_index_to_future.emplace(0, completed_future(at::zeros({1})));
   info.bucket_index_to_bucket.emplace(0, GradBucket({}));
   info.clear_per_iter_info();
