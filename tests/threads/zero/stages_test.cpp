@@ -424,7 +424,7 @@ TEST(ZeroStages, RefuseWhatCannotBe) {
         zero.reset();
         loss_of(ddp, world, 1).backward();
         EXPECT_TRUE(all[0].grad().defined()) << "DDP averages again";
-        expect_error([&] { Zero(all, adamw().lr(-1), at_stage(ZeroStage::kGradients, ddp)); }, {"lr"});
+        expect_error([&] { Zero(all, adamw().lr(-1), at_stage(ZeroStage::kGradients, ddp)); }, {"learning rate", "-1"});
         zero_grads(ddp);
         loss_of(ddp, world, 1).backward();
         EXPECT_TRUE(all[0].grad().defined()) << "nothing was changed";
