@@ -68,5 +68,26 @@ TEST_P(FailureNotice, OfALoneRankDoesNothing) {
   });
 }
 
+TEST(ShmFailureNotice, IsNotHiddenByARankThatThenDestroysTheGroup) {
+  testing::run_threads_in_gtest({.world_size = 3, .backend = "shm"}, [](const World& world) {
+    auto group = new_group(world.group(), {0, 1, 2}, {.name = "doomed"});
+    if (world.rank() == 1) {
+      announce_failure(group, boom("out of paper"));
+      world.store()->set("is announced", "yes");
+    } else if (world.rank() == 0) {
+      world.store()->wait({"is announced"}, 30s);
+      // It has not heard of it, and goes with calls under way.
+      for (int i = 0; i < 50; ++i) std::ignore = launch_all_reduce(at::ones({2}), group);
+      group.reset();
+      world.store()->set("is destroyed", "yes");
+    } else {
+      world.store()->wait({"is destroyed"}, 30s);
+      EXPECT_THAT(error_of([&] { all_reduce(at::ones({2}), group); }),
+                  HasSubstr("rank 1 left by an exception: out of paper"));
+    }
+    barrier(world.group());
+  });
+}
+
 }  // namespace
 }  // namespace lockstep

@@ -117,6 +117,35 @@ TEST(ZeroElements, AreCutOnlyWhereStateDiffers) {
       {1, 2, 3});
 }
 
+// ZERO-39
+TEST(ZeroElements, AreCutAsBeforeIfStateIsRefused) {
+  on_ranks(
+      [](const World& world) {
+        const auto parameters = parameters_of({{40}, {40}, {40}, {40}});
+        const auto expected = copies_of(parameters);
+        Zero optimizer(parameters, {}, elements(world));
+        Adam plain(expected);
+        const auto step = [&](int number) {
+          set_gradients(parameters, number);
+          set_gradients(expected, number);
+          if (number == 1) parameters[1].mutable_grad() = expected[1].mutable_grad() = at::Tensor();
+          optimizer.step();
+          plain.step();
+        };
+        for (int number = 0; number < 2; ++number) step(number);
+        // The same for all parameters, so that less would have to be cut, and something is missing.
+        auto bad = state_dict_of(plain);
+        bad.state[1] = bad.state[0];
+        for (auto& [index, values] : bad.state) values.erase("step");
+        expect_error([&] { optimizer.load_state_dict(bad); }, {});
+        optimizer.consolidate_state_dict();
+        if (world.rank() == 0) expect_same_state(optimizer.state_dict(), state_dict_of(plain));
+        step(2);
+        expect_same(parameters, expected);
+      },
+      {1, 2, 3}, {"threads"});
+}
+
 // ZERO-66
 TEST(ZeroElements, RefuseSparseGradientsOnTheRankThatHasThem) {
   const auto refused = [](const World& world) {

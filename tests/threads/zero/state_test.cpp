@@ -345,6 +345,15 @@ TEST(ZeroState, ObjectsReachAllRanks) {
       EXPECT_TRUE(at::equal(received.at(7).toTensor(), at::arange(5)));
       EXPECT_EQ(received.at(9).toStringRef(), "text");
     }
+    if (world.world_size() > 1) {
+      const Recorder sent;
+      broadcast_object(c10::IValue("text"), 0, world.group(), at::kCPU);
+      const auto launches = sent.events("launch");
+      ASSERT_EQ(launches.size(), 2U);
+      EXPECT_EQ(launches[0].bytes, 8U) << "the length";
+      EXPECT_EQ(launches[0].dtype, "Long");
+      EXPECT_EQ(launches[1].dtype, "Byte");
+    }
     const Recorder recorder;
     for (const int root : {-1, world.world_size()}) {
       expect_error([&] { broadcast_object(c10::IValue(1), root, world.group(), at::kCPU); },
