@@ -67,6 +67,19 @@ inline void expect_same(const std::vector<at::Tensor>& actual, const std::vector
   }
 }
 
+/// Both optimizers take steps with the same gradients, and have the same parameters after each.
+inline void expect_same_steps(torch::optim::Optimizer& optimizer, torch::optim::Optimizer& plain,
+                              const std::vector<at::Tensor>& parameters, const std::vector<at::Tensor>& expected,
+                              int steps, const std::string& what = "") {
+  for (int step = 0; step < steps; ++step) {
+    set_gradients(parameters, step);
+    set_gradients(expected, step);
+    optimizer.step();
+    plain.step();
+    expect_same(parameters, expected, what + ", step " + std::to_string(step));
+  }
+}
+
 inline void expect_same_values(const NamedValues& actual, const NamedValues& expected, const std::string& what,
                                Within within = {}) {
   ASSERT_EQ(actual.size(), expected.size()) << what;

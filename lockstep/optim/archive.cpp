@@ -1,34 +1,18 @@
 #include "lockstep/optim/archive.h"
 
-#include <ATen/ops/scalar_tensor.h>
 #include <c10/util/Exception.h>
-#include <torch/serialize/archive.h>
 
 #include <string>
 
+#include "lockstep/optim/archive_format.h"
+
 namespace lockstep::optim::detail {
-namespace {
 
 using torch::serialize::InputArchive;
 using torch::serialize::OutputArchive;
 
-/// What libtorch's optimizers expect to find.
-constexpr const char* kFormat = "1.5.0";
-
-at::Tensor count_tensor(std::size_t count) {
-  return at::scalar_tensor(static_cast<int64_t>(count), at::kLong);
-}
-
-std::size_t read_count(InputArchive& archive, const std::string& key) {
-  at::Tensor count;
-  archive.read(key, count);
-  return static_cast<std::size_t>(count.item<int64_t>());
-}
-
-}  // namespace
-
 void save_optimizer(OutputArchive& archive, const torch::optim::Optimizer& optimizer) {
-  archive.write("pytorch_version", c10::IValue(kFormat));
+  archive.write("pytorch_version", c10::IValue(kArchiveFormat));
   OutputArchive states(archive.compilation_unit());
   OutputArchive groups(archive.compilation_unit());
   groups.write("param_groups/size", count_tensor(optimizer.param_groups().size()));
@@ -58,8 +42,8 @@ void save_optimizer(OutputArchive& archive, const torch::optim::Optimizer& optim
 void load_optimizer(InputArchive& archive, torch::optim::Optimizer& optimizer, const LoadTargets& targets) {
   c10::IValue format;
   archive.read("pytorch_version", format);
-  TORCH_CHECK(format.toStringRef() == kFormat, "[lockstep/optim] the archive has format ", format.toStringRef(),
-              ", not ", kFormat);
+  TORCH_CHECK(format.toStringRef() == kArchiveFormat, "[lockstep/optim] the archive has format ", format.toStringRef(),
+              ", not ", kArchiveFormat);
   InputArchive states;
   archive.read("state", states);
   InputArchive groups;

@@ -51,7 +51,8 @@ void ZeroOverlap::detach() noexcept {
       TORCH_WARN(who(), ": overlap_with_ddp is on, but no hook was made for it, so this optimizer never updated a ",
                  "parameter. Register hook_with_zero_step(hook, ddp, optimizer) before the first backward.");
     }
-  } catch (...) {  // a handler of warnings threw
+  } catch (const std::exception& error) {
+    LOG(WARNING) << "[lockstep/zero] a warning could not be given: " << error.what();
   }
   zero_ = nullptr;
 }

@@ -1,5 +1,6 @@
 // ZeRO's second stage: the optimizer takes over what DDP's backwards do with gradients.
 #include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
 
 #include <unordered_map>
 #include <unordered_set>
@@ -66,7 +67,7 @@ void ZeroOptimizer::give_gradients_back() noexcept {
     const auto ddp = options_.ddp.engine();
     if (ddp && sharding_) ddp->reducer()->clear_scatter();
   } catch (const std::exception& error) {
-    TORCH_WARN("[lockstep/zero] DDP cannot average gradients again: ", error.what());
+    LOG(WARNING) << "[lockstep/zero] DDP cannot average gradients again: " << error.what();
   }
 }
 

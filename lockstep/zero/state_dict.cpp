@@ -1,9 +1,9 @@
 #include "lockstep/zero/state_dict.h"
 
-#include <ATen/ops/scalar_tensor.h>
 #include <c10/util/Exception.h>
 
 #include "lockstep/base/str.h"
+#include "lockstep/optim/archive_format.h"
 #include "lockstep/zero/archive_bridge.h"
 
 namespace lockstep {
@@ -12,18 +12,9 @@ namespace {
 using torch::serialize::InputArchive;
 using torch::serialize::OutputArchive;
 
-/// What libtorch's optimizers expect to find.
-constexpr const char* kFormat = "1.5.0";
-
-at::Tensor count_tensor(std::size_t count) {
-  return at::scalar_tensor(static_cast<int64_t>(count), at::kLong);
-}
-
-std::size_t read_count(InputArchive& archive, const std::string& key) {
-  at::Tensor count;
-  archive.read(key, count);
-  return static_cast<std::size_t>(count.item<int64_t>());
-}
+using optim::detail::count_tensor;
+using optim::detail::kArchiveFormat;
+using optim::detail::read_count;
 
 void write_values(OutputArchive& archive, const std::string& key, const NamedValues& values) {
   OutputArchive nested(archive.compilation_unit());
@@ -141,7 +132,7 @@ void check_fits(const OptimizerStateDict& dict, const std::vector<std::size_t>& 
 }
 
 void write_archive(OutputArchive& archive, const OptimizerStateDict& dict) {
-  archive.write("pytorch_version", c10::IValue(kFormat));
+  archive.write("pytorch_version", c10::IValue(kArchiveFormat));
   OutputArchive states(archive.compilation_unit());
   for (const auto& [index, values] : dict.state) write_values(states, std::to_string(index), values);
   archive.write("state", states);
@@ -162,8 +153,9 @@ void write_archive(OutputArchive& archive, const OptimizerStateDict& dict) {
 
 OptimizerStateDict read_archive(InputArchive& archive) {
   c10::IValue format;
-  TORCH_CHECK(archive.try_read("pytorch_version", format) && format.isString() && format.toStringRef() == kFormat,
-              "[lockstep/zero] the archive is none of an optimizer, or not of format ", kFormat);
+  TORCH_CHECK(
+      archive.try_read("pytorch_version", format) && format.isString() && format.toStringRef() == kArchiveFormat,
+      "[lockstep/zero] the archive is none of an optimizer, or not of format ", kArchiveFormat);
   InputArchive states;
   archive.read("state", states);
   InputArchive groups;

@@ -114,13 +114,7 @@ TEST(ZeroBucketViews, WorkWhereARankHasNothingTrainable) {
         const auto expected = copies_of(parameters);
         Zero optimizer(parameters, {}, views(world));
         torch::optim::Adam plain(expected);
-        for (int step = 0; step < 2; ++step) {
-          set_gradients(parameters, step);
-          set_gradients(expected, step);
-          optimizer.step();
-          plain.step();
-          expect_same(parameters, expected);
-        }
+        expect_same_steps(optimizer, plain, parameters, expected, 2);
         EXPECT_EQ(optimizer.memory_report().buckets, (3 + world.world_size() - 1) * static_cast<int64_t>(sizeof(float)))
             << "one element for each rank without any";
       },
@@ -141,13 +135,7 @@ TEST(ZeroBucketViews, KeepStridesOfDenseParameters) {
       const auto parameters = make();
       Zero optimizer(parameters, {}, zero);
       torch::optim::Adam plain(expected);
-      for (int step = 0; step < 3; ++step) {
-        set_gradients(parameters, step);
-        set_gradients(expected, step);
-        optimizer.step();
-        plain.step();
-        expect_same(parameters, expected, name);
-      }
+      expect_same_steps(optimizer, plain, parameters, expected, 3, name);
       for (std::size_t i = 0; i < 3; ++i) EXPECT_EQ(parameters[i].strides(), expected[i].strides()) << name;
       optimizer.consolidate_state_dict();
       if (world.rank() == 0) expect_same_state(optimizer.state_dict(), state_dict_of(plain));
@@ -164,13 +152,7 @@ TEST(ZeroBucketViews, MakeParametersWithGapsContiguous) {
       const auto expected = copies_of(parameters);
       Zero optimizer(parameters, {}, zero);
       torch::optim::Adam plain(expected);
-      for (int step = 0; step < 3; ++step) {
-        set_gradients(parameters, step);
-        set_gradients(expected, step);
-        optimizer.step();
-        plain.step();
-        expect_same(parameters, expected, name);
-      }
+      expect_same_steps(optimizer, plain, parameters, expected, 3, name);
     }
   });
 }

@@ -335,13 +335,7 @@ TEST(ZeroConstruction, WorksWithFewerParametersThanRanks) {
           const auto expected = copies_of(parameters);
           ZeroRedundancyOptimizer<torch::optim::Adam> optimizer(parameters, {}, zero);
           torch::optim::Adam plain(expected);
-          for (int step = 0; step < 3; ++step) {
-            set_gradients(parameters, step);
-            set_gradients(expected, step);
-            optimizer.step();
-            plain.step();
-          }
-          expect_same(parameters, expected, name);
+          expect_same_steps(optimizer, plain, parameters, expected, 3, name);
           optimizer.consolidate_state_dict(world.world_size() - 1);
           if (world.rank() + 1 == world.world_size()) expect_same_state(optimizer.state_dict(), state_dict_of(plain));
         }

@@ -168,13 +168,7 @@ TEST(ZeroElements, KeepDoublesAndHalves) {
       const auto expected = copies_of(parameters);
       Zero optimizer(parameters, {}, elements(world));
       Adam plain(expected);
-      for (int step = 0; step < 3; ++step) {
-        set_gradients(parameters, step);
-        set_gradients(expected, step);
-        optimizer.step();
-        plain.step();
-        expect_same(parameters, expected);
-      }
+      expect_same_steps(optimizer, plain, parameters, expected, 3);
     }
   });
 }
