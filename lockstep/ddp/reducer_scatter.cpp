@@ -14,6 +14,7 @@ void Reducer::set_scatter(const ScatterFactory& make, const std::string& reason)
   const auto refuse_if = [&](bool is_wrong, const char* what) {
     TORCH_CHECK_VALUE(!is_wrong, who(), ": ", reason, ", which cannot be together with ", what);
   };
+  TORCH_CHECK_VALUE(!scatter_, who(), ": ", reason, ", but another optimizer has them already");
   refuse_if(!hook_slot_taken_by_.empty(), hook_slot_taken_by_.c_str());
   refuse_if(hook_.has_value(), "a comm hook");
   refuse_if(consumer_ != nullptr, "optimizers that step in backward");

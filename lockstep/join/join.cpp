@@ -1,6 +1,7 @@
 #include "lockstep/join/join.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "lockstep/base/str.h"
 #include "lockstep/comm/failure_notice.h"
@@ -159,12 +160,29 @@ void Join::mirror_others() {
     check_same_settings(tally_);
     if (tally_.live_count() == 0) return;
     if (!tally_.ranks_in(JoinTally::kStopping).empty()) stop_all(tally_);
-    for (const auto& hook : hooks_) hook->main_hook();
-    if (settings_.on_mirrored_step) settings_.on_mirrored_step();
+    mirror_iteration();
     record(tally_);
     ++report_.mirrored_iterations;
     warn_of_skew();
   }
+}
+
+void Join::mirror_iteration() {
+  // Local backwards, as under no_sync(), and evaluations are followed by no step.
+  const bool has_step = tally_.reducing_count() > 0;
+  bool is_prepared = false;
+  const auto prepare_step = [&] {
+    if (!std::exchange(is_prepared, true) && settings_.before_mirrored_step) settings_.before_mirrored_step();
+  };
+  for (std::size_t i = 0; i < hooks_.size(); ++i) {
+    const bool is_step = joinables_[i]->join_phase() == JoinPhase::kStep;
+    if (is_step && !has_step) continue;
+    if (is_step) prepare_step();
+    hooks_[i]->main_hook();
+  }
+  if (!has_step) return;
+  prepare_step();
+  if (settings_.on_mirrored_step) settings_.on_mirrored_step();
 }
 
 void Join::warn_of_skew() {
@@ -253,6 +271,12 @@ Join::~Join() {
 
 JoinTally Join::notify(Joinable& joinable, const JoinVote& vote) {
   return joinable.scope_ == nullptr ? JoinTally() : joinable.scope_->begin_iteration(joinable, vote);
+}
+
+bool Join::is_preparation_mirrored(const Joinable& joinable) {
+  if (joinable.scope_ == nullptr) return true;
+  const auto& settings = joinable.scope_->settings_;
+  return settings.before_mirrored_step || settings.throw_on_early_termination;
 }
 
 JoinTally Join::current_tally(const Joinable& joinable) {

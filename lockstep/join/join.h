@@ -74,6 +74,10 @@ class Join {
   /// scope.
   static JoinTally own_tally(Joinable& joinable, const JoinVote& vote = {});
 
+  /// Whether joined ranks do what live ones do between backward and step(): JoinSettings::before_mirrored_step is
+  /// given, nothing is mirrored, or there is no scope. For joinables that communicate there. Local.
+  static bool is_preparation_mirrored(const Joinable& joinable);
+
   /// The rank of the group whose model counts: the highest of the last joiners. Same on all ranks, known from the last
   /// iteration's tally without communication. In post_hook() only.
   static int authoritative_rank(const Joinable& joinable);
@@ -88,6 +92,7 @@ class Join {
   JoinTally send(const detail::ControlFlags& flags, detail::Sending sending) const;
   bool is_attentive() const;
   void mirror_others();
+  void mirror_iteration();
   void warn_of_skew();
   void run_post_hooks();
   /// Reads tallies of own iterations: all of them, or those that cost no wait.

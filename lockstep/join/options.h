@@ -43,8 +43,11 @@ struct JoinSettings {
   /// collectives that cannot be mirrored. Every live rank then waits for the control message of each iteration.
   bool throw_on_early_termination = false;
   JoinOptions options = {};
-  /// Called on a joined rank after the main hooks of each mirrored iteration: what a live rank does after step(), such
-  /// as advancing a learning rate.
+  /// Called on a joined rank in each mirrored iteration in which gradients are reduced, when they are there and before
+  /// a joinable of JoinPhase::kStep steps: what a live rank does between backward and step(), such as clipping.
+  std::function<void()> before_mirrored_step = nullptr;
+  /// Called on a joined rank after the main hooks of such an iteration: what a live rank does after step(), such as
+  /// advancing a learning rate. Without it a joined rank's share of a sharded optimizer keeps the old one.
   std::function<void()> on_mirrored_step = nullptr;
   /// All ranks stop, by an error naming the ranks that ran out long ago, when one would have to mirror more than this.
   /// Costs the same wait as throw_on_early_termination.

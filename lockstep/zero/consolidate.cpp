@@ -1,6 +1,9 @@
 // State of a ZeroOptimizer as a whole: collected from the ranks, and given back to them.
+#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <torch/serialize/archive.h>
+
+#include <set>
 
 #include "lockstep/base/str.h"
 #include "lockstep/zero/objects.h"
@@ -79,6 +82,8 @@ void ZeroOptimizer::load_state_dict(const OptimizerStateDict& dict) {
   prepare_for_state("loading state");
   check_fits(dict, sizes_of(parameter_groups()), who());
   const auto parameters = all_parameters();
+  check_shapes(dict, parameters, who());
+  check_kind(dict);
   load_from(dict, detail::source_of(dict, parameters));
 }
 
@@ -89,24 +94,47 @@ void ZeroOptimizer::load_from(const OptimizerStateDict& groups, const detail::St
     options.push_back(param_groups_[i].options().clone());
     assign_values(*options.back(), groups.param_groups[i].options);
   }
-  if (overlap_) {
-    overlap_->load(source);
-  } else if (sharding_->takes_gradients_in_place()) {
-    lockstep::load_state_dict(*local_, sharding_->load(source));
-  } else {
-    const auto held = sharding_->pieces(*local_);
-    try {
-      rebuild_local(source);
-    } catch (...) {
-      rebuild_local(detail::source_of(held));
-      throw;
-    }
-  }
+  load_share(source);
   for (std::size_t i = 0; i < param_groups_.size(); ++i) {
     if (!type_.assign(*options[i], param_groups_[i].options())) param_groups_[i].set_options(std::move(options[i]));
   }
   if (local_) copy_options(*this, *local_);
   consolidated_.reset();
+}
+
+void ZeroOptimizer::check_kind(const OptimizerStateDict& dict) const {
+  std::set<std::vector<std::string>> seen;
+  for (const auto& [index, values] : dict.state) {
+    std::vector<std::string> names;
+    for (const auto& [name, value] : values) names.push_back(name);
+    if (!seen.insert(std::move(names)).second) continue;
+    // Tried on a parameter of one element, so that ranks without a share notice it too.
+    OptimizerStateDict tried{.state = {{0, values}}, .param_groups = {{.options = {}, .params = {0}}}};
+    for (auto& [name, value] : tried.state.at(0)) {
+      if (value.isTensor() && value.toTensor().dim() > 0) value = at::zeros({1}, value.toTensor().options());
+    }
+    const auto parameter = at::zeros({1}, all_parameters().front().options().requires_grad(false)).requires_grad_();
+    const auto optimizer = type_.make({{std::vector<at::Tensor>{parameter}, param_groups_[0].options().clone()}});
+    try {
+      lockstep::load_state_dict(*optimizer, tried);
+    } catch (const c10::Error& error) {
+      // To libtorch, state that lacks a name is an internal error.
+      TORCH_CHECK_VALUE(false, who(), ": the state of parameter ", index, " does not fit ", type_.name,
+                        ". Is it that of another optimizer? ", error.what_without_backtrace());
+    }
+  }
+}
+
+void ZeroOptimizer::load_share(const detail::StateSource& source) {
+  if (overlap_) return overlap_->load(source);
+  if (sharding_->takes_gradients_in_place()) return lockstep::load_state_dict(*local_, sharding_->load(source));
+  const auto held = sharding_->pieces(*local_);
+  try {
+    rebuild_local(source);
+  } catch (...) {
+    rebuild_local(detail::source_of(held));
+    throw;
+  }
 }
 
 void ZeroOptimizer::save(torch::serialize::OutputArchive& archive) const {

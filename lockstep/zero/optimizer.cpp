@@ -230,11 +230,25 @@ void ZeroOptimizer::rebuild_local(const detail::StateSource& source) {
 }
 
 void ZeroOptimizer::take_gradients() {
+  if (has_sharded_gradients() && sharding_->own_gradients().empty() && !is_warned_of_whole_gradients_) {
+    warn_of_whole_gradients();
+  }
   if (sharding_->must_recut()) {
     const auto held = sharding_->pieces(*local_);
     rebuild_local(detail::source_of(held));
   }
   sharding_->take_gradients();
+}
+
+void ZeroOptimizer::warn_of_whole_gradients() {
+  for (const auto& parameter : all_parameters()) {
+    if (!parameter.grad().defined()) continue;
+    is_warned_of_whole_gradients_ = true;
+    TORCH_WARN(who(), ": this step uses no gradient, though there are some in .grad. With ZeroStage::kGradients it ",
+               "uses those of averaged backwards only: call the DistributedDataParallel, not its module, and end ",
+               "no_sync() before the last backward.");
+    return;
+  }
 }
 
 void ZeroOptimizer::copy_options(torch::optim::Optimizer& from, torch::optim::Optimizer& to) const {
@@ -295,6 +309,9 @@ at::Tensor ZeroOptimizer::step_with(const LocalStep& local_step, LossClosure clo
 at::Tensor ZeroOptimizer::clip_grad_norm_(double max_norm, double norm_type, bool error_if_nonfinite) {
   TORCH_CHECK(!overlap_, who(), ": with overlap_with_ddp parameters are updated when backward ends, so gradients ",
               "cannot be clipped before");
+  TORCH_CHECK(Join::is_preparation_mirrored(*this), who(),
+              ": in a Join scope ranks without inputs must clip too. Open ",
+              "it with JoinSettings{.before_mirrored_step = [&] { optimizer.clip_grad_norm_(max_norm); }}.");
   notice_new_groups();
   const auto over_ranks = [&](at::Tensor& value, ShardReduce operation) {
     all_reduce(value, group_,

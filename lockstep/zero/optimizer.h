@@ -133,6 +133,7 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Gr
   /// Lets the sharding cut the share anew, and makes a local optimizer for it with this state.
   void rebuild_local(const detail::StateSource& source);
   void take_gradients();
+  void warn_of_whole_gradients();
   /// Brings options and groups up to date; throws if `what`, which reads or replaces state, is not possible yet.
   void prepare_for_state(const char* what);
   /// This rank's part of the state; of replicas only the first rank's.
@@ -141,6 +142,9 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Gr
   OptimizerStateDict exposed_groups() const;
   /// Takes options from `groups` and this rank's share from `source`. Changes nothing if it throws.
   void load_from(const OptimizerStateDict& groups, const detail::StateSource& source);
+  /// Throws if a local optimizer could not load the dictionary's state.
+  void check_kind(const OptimizerStateDict& dict) const;
+  void load_share(const detail::StateSource& source);
   void copy_options(torch::optim::Optimizer& from, torch::optim::Optimizer& to) const;
   /// Runs `action`; if it throws, tells the others before passing the exception on.
   void or_tell_others(const std::function<void()>& action) const;
@@ -158,6 +162,7 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Gr
   std::shared_ptr<detail::ZeroOverlap> overlap_;
   std::vector<std::vector<const void*>> known_;  // parameters by group, as of the last step
   std::vector<bool> is_trainable_;               // by index
+  bool is_warned_of_whole_gradients_ = false;
   std::optional<OptimizerStateDict> consolidated_;
 };
 

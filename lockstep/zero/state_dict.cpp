@@ -131,6 +131,19 @@ void check_fits(const OptimizerStateDict& dict, const std::vector<std::size_t>& 
   }
 }
 
+void check_shapes(const OptimizerStateDict& dict, const std::vector<at::Tensor>& parameters, const std::string& who) {
+  for (const auto& [index, values] : dict.state) {
+    const auto sizes = parameters.at(index).sizes();
+    for (const auto& [name, value] : values) {
+      if (!value.isTensor() || !value.toTensor().defined()) continue;
+      const auto given = value.toTensor().sizes();
+      TORCH_CHECK_VALUE(given.size() != sizes.size() || given == sizes, who, ": parameter ", index, " has sizes ",
+                        sizes, ", but its '", name, "' in the state that was given ", given,
+                        ". It is that of another model.");
+    }
+  }
+}
+
 void write_archive(OutputArchive& archive, const OptimizerStateDict& dict) {
   archive.write("pytorch_version", c10::IValue(kArchiveFormat));
   OutputArchive states(archive.compilation_unit());

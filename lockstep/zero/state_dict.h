@@ -37,6 +37,10 @@ void load_state_dict(torch::optim::Optimizer& optimizer, const OptimizerStateDic
 /// message.
 void check_fits(const OptimizerStateDict& dict, const std::vector<std::size_t>& group_sizes, const std::string& who);
 
+/// Throws, naming both, if a parameter's state has as many dims as the parameter but other sizes: it is another
+/// model's.
+void check_shapes(const OptimizerStateDict& dict, const std::vector<at::Tensor>& parameters, const std::string& who);
+
 /// libtorch's archive format: torch::load() of an optimizer of the type reads what was written, and what torch::save()
 /// of one wrote can be read.
 void write_archive(torch::serialize::OutputArchive& archive, const OptimizerStateDict& dict);

@@ -80,8 +80,8 @@ c10::IValue to_ivalue(const std::vector<StatePiece>& pieces) {
     for (const auto& [name, value] : piece.values) {
       values.insert(name, piece.is_whole || !value.isTensor() ? value : c10::IValue(value.toTensor().clone()));
     }
-    list.push_back(c10::ivalue::Tuple::create(
-        {piece.index, piece.elements.begin, piece.elements.end, piece.is_whole, std::move(values)}));
+    list.push_back(
+        c10::ivalue::Tuple::create({piece.index, piece.elements.begin, piece.elements.end, piece.is_whole, values}));
   }
   return list;
 }

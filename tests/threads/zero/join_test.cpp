@@ -245,5 +245,70 @@ TEST(ZeroJoin, UsesTheGradientsThatDdpReducedWithoutThisRank) {
       {2});
 }
 
+// JOIN-44, JOIN-55: joined ranks step when the others do, with clipped gradients and the same learning rate.
+TEST(ZeroJoin, FollowsAccumulationEvaluationClippingAndSchedules) {
+  on_ranks(
+      [](const World& world) {
+        const std::vector<int64_t> sizes = {5, 8, 3};
+        const int most = 2 + 2 * (world.world_size() - 1);
+        const auto loss_of = [&](auto& ddp, int seed) {
+          return ddp(ddp_models::random_batch(4, 5, 10 * seed + world.rank())).pow(2).mean();
+        };
+        // `factor` 0: a rank without inputs, where there is no scope.
+        const auto iterate = [&](auto& ddp, auto& optimizer, auto& schedule, int i, double factor, const auto& clip) {
+          optimizer.zero_grad();
+          {
+            const auto local = ddp.no_sync();
+            (loss_of(ddp, 2 * i) * factor).backward();
+          }
+          (loss_of(ddp, 2 * i + 1) * factor).backward();
+          clip();
+          optimizer.step();
+          schedule.step();
+          const at::NoGradGuard no_grad;
+          loss_of(ddp, i);
+        };
+        DistributedDataParallel plain_ddp(ddp_models::mlp(sizes), world.group());
+        SGD plain(plain_ddp.parameters(), SGDOptions(0.4).momentum(0.9));
+        torch::optim::StepLR plain_schedule(plain, 1, 0.7);
+        for (int i = 0; i < most; ++i) {
+          iterate(plain_ddp, plain, plain_schedule, i, i < 2 + 2 * world.rank() ? 1 : 0,
+                  [&] { clip_grad_norm_(plain_ddp.parameters(), 0.1); });
+        }
+        for (const auto stage : {ZeroStage::kReplicated, ZeroStage::kState, ZeroStage::kGradients}) {
+          DistributedDataParallel ddp(ddp_models::mlp(sizes), world.group());
+          Zero optimizer(ddp.parameters(), SGDOptions(0.4).momentum(0.9), {.stage = stage, .ddp = ddp});
+          torch::optim::StepLR schedule(optimizer, 1, 0.7);
+          const auto clip = [&] { optimizer.clip_grad_norm_(0.1); };
+          Join({&ddp, &optimizer}, {.before_mirrored_step = clip, .on_mirrored_step = [&] { schedule.step(); }})
+              .run([&] {
+                for (int i = 0; i < 2 + 2 * world.rank(); ++i) iterate(ddp, optimizer, schedule, i, 1, clip);
+              });
+          expect_same(ddp.parameters(), plain_ddp.parameters(), "stage " + std::to_string(static_cast<int>(stage)),
+                      {1e-5});
+          // And the state, which post hooks do not bring into line.
+          optimizer.consolidate_state_dict();
+          if (world.rank() == 0) expect_same_state(optimizer.state_dict(), state_dict_of(plain), {1e-5});
+        }
+      },
+      {2, 3});
+}
+
+// JOIN-55
+TEST(ZeroJoin, RefusesClippingThatJoinedRanksWouldNotDo) {
+  on_ranks(
+      [](const World& world) {
+        DistributedDataParallel ddp(ddp_models::mlp({5, 3}), world.group());
+        Zero optimizer(ddp.parameters(), {0.1}, world.group());
+        Join({&ddp, &optimizer}).run([&] {
+          ddp(ddp_models::random_batch(4, 5, 1)).sum().backward();
+          expect_error([&] { optimizer.clip_grad_norm_(1); }, {"before_mirrored_step"});
+          optimizer.step();
+        });
+        optimizer.clip_grad_norm_(1);
+      },
+      {2});
+}
+
 }  // namespace
 }  // namespace lockstep

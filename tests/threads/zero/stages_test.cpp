@@ -437,6 +437,24 @@ TEST(ZeroStages, RefuseWhatCannotBe) {
       {2}, {"threads"});
 }
 
+// ZERO-67
+TEST(ZeroStages, WarnOfGradientsThatAreNotUsed) {
+  on_ranks(
+      [](const World& world) {
+        auto model = mlp(kSizes);
+        DistributedDataParallel ddp(model, small_buckets(world));
+        Zero zero(ddp.parameters(), adamw(), at_stage(ZeroStage::kGradients, ddp));
+        const Warnings warnings;
+        zero.step();
+        EXPECT_EQ(warnings.count("uses no gradient"), 0) << "there is none";
+        model->forward(random_batch(2, kSizes[0], 1)).sum().backward();
+        zero.step();
+        zero.step();
+        EXPECT_EQ(warnings.count("uses no gradient"), 1);
+      },
+      {2}, {"threads"});
+}
+
 // ZERO-67: of a backward that failed on the way nothing is used.
 TEST(ZeroStages, GoOnAfterABackwardThatFailed) {
   on_ranks(

@@ -169,6 +169,14 @@ TEST(ZeroState, ThatDoesNotFitIsRefused) {
         expect_same_state(now, good);
       };
       auto bad = good;
+      // Of a wider model, and of another kind of optimizer.
+      for (auto& [key, value] : bad.state.at(0)) {
+        if (value.isTensor() && value.toTensor().dim() > 0) value = at::cat({value.toTensor(), value.toTensor()});
+      }
+      refuses(bad, {"parameter 0 has sizes", "another model"});
+      for (auto& [index, values] : bad.state) values = {{"momentum_buffer", at::ones(kShapes[index])}};
+      refuses(bad, {"does not fit", "another optimizer"});
+      bad = good;
       bad.param_groups[0].options["lr"] = 0.25;
       bad.state[5] = bad.state[0];
       refuses(bad, {"5 parameters", "state of parameter 5"});
