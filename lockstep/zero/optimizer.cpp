@@ -4,6 +4,8 @@
 #include <torch/csrc/distributed/c10d/debug.h>
 #include <torch/serialize/archive.h>
 
+#include <algorithm>
+
 #include "lockstep/base/str.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/failure_notice.h"
@@ -230,9 +232,7 @@ void ZeroOptimizer::rebuild_local(const detail::StateSource& source) {
 }
 
 void ZeroOptimizer::take_gradients() {
-  if (has_sharded_gradients() && sharding_->own_gradients().empty() && !is_warned_of_whole_gradients_) {
-    warn_of_whole_gradients();
-  }
+  if (has_sharded_gradients() && !is_warned_of_whole_gradients_) warn_of_whole_gradients();
   if (sharding_->must_recut()) {
     const auto held = sharding_->pieces(*local_);
     rebuild_local(detail::source_of(held));
@@ -241,14 +241,16 @@ void ZeroOptimizer::take_gradients() {
 }
 
 void ZeroOptimizer::warn_of_whole_gradients() {
-  for (const auto& parameter : all_parameters()) {
-    if (!parameter.grad().defined()) continue;
-    is_warned_of_whole_gradients_ = true;
-    TORCH_WARN(who(), ": this step uses no gradient, though there are some in .grad. With ZeroStage::kGradients it ",
-               "uses those of averaged backwards only: call the DistributedDataParallel, not its module, and end ",
-               "no_sync() before the last backward.");
-    return;
-  }
+  // Asked in every step: mostly there is none, and slices need not be looked at.
+  const bool has_whole = std::any_of(param_groups_.begin(), param_groups_.end(), [](const auto& group) {
+    return std::any_of(group.params().begin(), group.params().end(),
+                       [](const at::Tensor& parameter) { return parameter.grad().defined(); });
+  });
+  if (!has_whole || !sharding_->own_gradients().empty()) return;
+  is_warned_of_whole_gradients_ = true;
+  TORCH_WARN(who(), ": this step uses no gradient, though there are some in .grad. With ZeroStage::kGradients it ",
+             "uses those of averaged backwards only: call the DistributedDataParallel, not its module, and end ",
+             "no_sync() before the last backward.");
 }
 
 void ZeroOptimizer::copy_options(torch::optim::Optimizer& from, torch::optim::Optimizer& to) const {
