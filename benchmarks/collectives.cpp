@@ -11,6 +11,7 @@
 #include "benchmarks/collectives/rank.h"
 #include "benchmarks/collectives/rows.h"
 #include "benchmarks/collectives/samples_line.h"
+#include "benchmarks/kit/exit_code.h"
 #include "benchmarks/kit/processes.h"
 #include "benchmarks/kit/progress.h"
 #include "benchmarks/kit/report.h"
@@ -119,14 +120,5 @@ int main(int argc, char** argv) {
   if (!operations.empty()) plan.operations.clear();
   for (const auto& name : operations) plan.operations.push_back(operation_of(name));
   plan.with_mpi = !without_mpi;
-  try {
-    is_rank ? run_rank(plan) : run(plan, output);
-  } catch (const c10::Error& error) {
-    std::fprintf(stderr, "%s\n", error.what_without_backtrace());
-    return 1;
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    return 1;
-  }
-  return 0;
+  return exit_code_of([&] { is_rank ? run_rank(plan) : run(plan, output); });
 }

@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <sstream>
 
+#include "benchmarks/kit/exit_code.h"
 #include "benchmarks/kit/processes.h"
 #include "benchmarks/kit/progress.h"
 #include "lockstep/base/str.h"
@@ -151,16 +152,7 @@ int training_main(int argc, char** argv, const TrainingBenchmark& benchmark) {
   plan.has_python = !without_python;
   rank.which.width = plan.width;
   rank.seconds = plan.seconds;
-  try {
-    is_rank ? run_rank(rank, benchmark.make) : run(benchmark, plan, output);
-  } catch (const c10::Error& error) {
-    std::fprintf(stderr, "%s\n", error.what_without_backtrace());
-    return 1;
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    return 1;
-  }
-  return 0;
+  return exit_code_of([&] { is_rank ? run_rank(rank, benchmark.make) : run(benchmark, plan, output); });
 }
 
 void add_peer_rows(Report& report, const PeerRows& rows, const std::map<std::string, Samples>& figures) {
