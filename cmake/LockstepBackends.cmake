@@ -35,19 +35,19 @@ message(STATUS "Lockstep: torch ${LOCKSTEP_TORCH_VERSION} (CUDA: ${LOCKSTEP_TORC
 function(lockstep_add_backends target)
   set(dir "${CMAKE_CURRENT_SOURCE_DIR}/lockstep")
   # Other flags than the rest of the library, so no shared precompiled header.
-  set_source_files_properties("${dir}/comm/gloo_backend.cpp" PROPERTIES
+  set_source_files_properties("${dir}/comm/gloo/gloo_backend.cpp" PROPERTIES
     COMPILE_DEFINITIONS USE_C10D_GLOO
     INCLUDE_DIRECTORIES "${LOCKSTEP_GLOO_INCLUDE}"
     SKIP_PRECOMPILE_HEADERS ON)
   set(cuda_includes "${LOCKSTEP_CUDA_INCLUDE};${LOCKSTEP_NCCL_INCLUDE}")
   if(LOCKSTEP_HAS_NCCL)
-    target_sources(${target} PRIVATE "${dir}/comm/optional/nccl_backend.cpp")
-    set_source_files_properties("${dir}/comm/optional/nccl_backend.cpp" PROPERTIES
+    target_sources(${target} PRIVATE "${dir}/comm/nccl/optional/nccl_backend.cpp")
+    set_source_files_properties("${dir}/comm/nccl/optional/nccl_backend.cpp" PROPERTIES
       COMPILE_DEFINITIONS USE_C10D_NCCL
       INCLUDE_DIRECTORIES "${cuda_includes}"
       SKIP_PRECOMPILE_HEADERS ON)
   else()
-    target_sources(${target} PRIVATE "${dir}/comm/optional/no_nccl_backend.cpp")
+    target_sources(${target} PRIVATE "${dir}/comm/nccl/optional/no_nccl_backend.cpp")
   endif()
   if(LOCKSTEP_HAS_CUDA_HEADERS)
     target_sources(${target} PRIVATE "${dir}/testing/optional/cuda_sleep.cpp")

@@ -23,6 +23,10 @@ COMMENT_OR_LITERAL = re.compile(
 )
 
 
+# What CMake leaves out of the install tree: see lockstep_public_headers() in cmake/LockstepBuild.cmake.
+INTERNAL = re.compile(r"^// (.*\b)?Internal\b", re.MULTILINE)
+
+
 class TableError(Exception):
     """layers.json contradicts itself."""
 
@@ -117,17 +121,28 @@ def check_libtorch(table, folder, target):
     return f"'{folder}' includes libtorch ({target})", f"'{folder}' may include {rule}"
 
 
+def is_internal(path):
+    """Whether the comment a header opens with says so."""
+    opening = path.read_text(encoding="utf-8").split("#pragma once")[0]
+    return INTERNAL.search(opening) is not None
+
+
 def check_file(table, root, file, folder):
     path = root / file
     text = without_comments(path.read_text(encoding="utf-8"))
     offences = []
+    is_public = path.suffix in HEADERS and folder in table.layers and not is_internal(path)
     if path.suffix in HEADERS:
         first = re.search(r"\S[^\n]*", text)
         if not first or not re.fullmatch(r"#[ \t]*pragma[ \t]+once", first.group(0).strip()):
             line = text.count("\n", 0, first.start()) + 1 if first else 1
             offences.append((file, line, "no #pragma once", "a header's first line of code is #pragma once"))
     for match in INCLUDE.finditer(text):
-        offence = check_include(table, root, file, folder, match.group(1), match.group(2).strip())
+        target = match.group(2).strip()
+        offence = check_include(table, root, file, folder, match.group(1), target)
+        if not offence and is_public and target.startswith("lockstep/") and (root / target).is_file():
+            if is_internal(root / target):
+                offence = f"a public header includes {target}", "an internal header is not installed"
         if offence:
             offences.append((file, text.count("\n", 0, match.start(1)) + 1, *offence))
     return offences

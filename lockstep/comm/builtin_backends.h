@@ -1,5 +1,5 @@
 // The factories behind the built-in names. NCCL's is in a file CMake chooses: where it is missing, the name is not
-// registered.
+// registered. Internal to comm.
 #pragma once
 
 #include <optional>

@@ -1,4 +1,4 @@
-// When a call that has several stages must be over: each stage gets what the ones before it left.
+// When a call that has several stages must be over: each stage gets what the ones before it left. Internal to comm.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Several futures as one, for calls and hooks that launch more than one collective. Internal to comm and ddp.
+// Several futures as one, for calls and hooks that launch more than one collective.
 #pragma once
 
 #include <ATen/core/ivalue.h>

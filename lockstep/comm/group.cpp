@@ -19,7 +19,7 @@
 #include "lockstep/comm/failure.h"
 #include "lockstep/comm/group_state.h"
 #include "lockstep/comm/objects.h"
-#include "lockstep/comm/thread_backend.h"
+#include "lockstep/comm/threads/thread_backend.h"
 
 namespace lockstep {
 namespace detail {

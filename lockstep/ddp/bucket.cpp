@@ -1,13 +1,12 @@
 #include "lockstep/ddp/bucket.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/view_as_complex.h>
 #include <c10/core/GradMode.h>
 
 #include <utility>
 
-#include "lockstep/base/env.h"
+#include "lockstep/shard/buffer.h"
 
 namespace lockstep::detail {
 namespace {
@@ -17,17 +16,6 @@ bool keeps_strides(const at::Tensor& parameter) {
 }
 
 }  // namespace
-
-at::Tensor allocate_buffer(int64_t elements, const at::TensorOptions& options, const GroupPtr& group) {
-  const auto device = options.device();
-  // On other devices such memory has a price of its own (registration, alignment), so it is asked for.
-  const bool is_wanted = device.is_cpu() || env("LOCKSTEP_DDP_BACKEND_ALLOCATOR").value_or("0") == "1";
-  if (is_wanted && elements > 0 && serves_device(group, device.type())) {
-    const auto backend = group->getBackend(device.type());
-    if (backend->supportsTensorAlloc(device.index())) return backend->allocateTensor(elements, options);
-  }
-  return at::empty({elements}, options);
-}
 
 Bucket::Bucket(std::size_t index, const BucketPlan& plan, const std::vector<at::Tensor>& all_parameters,
                const GroupPtr& group, std::optional<at::ScalarType> dtype)

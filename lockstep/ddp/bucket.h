@@ -1,4 +1,4 @@
-// One bucket of a plan at work: the flat buffer that is reduced, and each parameter's view of it. Internal to ddp.
+// One bucket of a plan at work: the flat buffer that is reduced, and each parameter's view of it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -66,8 +66,5 @@ class Bucket {
   const void* views_at_ = nullptr;  // the memory that views_ are of
   std::optional<at::Tensor> sparse_rows_;
 };
-
-/// A flat tensor that the group's backend reduces without a copy, if it has such memory; an ordinary one otherwise.
-at::Tensor allocate_buffer(int64_t elements, const at::TensorOptions& options, const GroupPtr& group);
 
 }  // namespace lockstep::detail

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/ddp/parameter_info.h"
+#include "lockstep/nn/parameter_info.h"
 
 namespace lockstep {
 

@@ -2,8 +2,8 @@
 
 #include <torch/nn/module.h>
 
-#include "lockstep/ddp/module_tensors.h"
 #include "lockstep/ddp/state_sync.h"
+#include "lockstep/nn/module_tensors.h"
 
 namespace lockstep::detail {
 

@@ -1,5 +1,5 @@
 // Keeps a module's buffers (running statistics, counters) the same on all ranks: by copying rank 0's before each
-// forward, or by what the user puts in its place. Internal to ddp.
+// forward, or by what the user puts in its place.
 #pragma once
 
 #include <functional>

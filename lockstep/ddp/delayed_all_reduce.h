@@ -11,8 +11,8 @@
 
 #include "lockstep/comm/group.h"
 #include "lockstep/comm/pending.h"
-#include "lockstep/ddp/gradient_hooks.h"
-#include "lockstep/ddp/module_tensors.h"
+#include "lockstep/nn/gradient_hooks.h"
+#include "lockstep/nn/module_tensors.h"
 
 namespace lockstep::detail {
 

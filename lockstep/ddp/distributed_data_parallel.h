@@ -22,7 +22,8 @@
 
 #include "lockstep/ddp/engine.h"
 #include "lockstep/ddp/scatter_gather.h"
-#include "lockstep/ddp/tensor_tree.h"
+#include "lockstep/nn/module_cast.h"
+#include "lockstep/nn/tensor_tree.h"
 
 namespace lockstep {
 
@@ -39,30 +40,6 @@ class NoSyncGuard {
   DdpEngine& engine_;
   const bool was_enabled_;
 };
-
-namespace detail {
-
-/// `M` is a holder such as torch::nn::Linear, or a shared_ptr to a module.
-template <class M>
-std::shared_ptr<torch::nn::Module> as_module(const M& module) {
-  if constexpr (std::is_convertible_v<M, std::shared_ptr<torch::nn::Module>>) {
-    return module;
-  } else {
-    return module.ptr();
-  }
-}
-
-/// The other way; `module` is what as_module() gave, or a copy of it.
-template <class M>
-M module_cast(const std::shared_ptr<torch::nn::Module>& module) {
-  if constexpr (std::is_convertible_v<M, std::shared_ptr<torch::nn::Module>>) {
-    return std::dynamic_pointer_cast<typename M::element_type>(module);
-  } else {
-    return M(std::dynamic_pointer_cast<typename M::ContainedType>(module));
-  }
-}
-
-}  // namespace detail
 
 template <class M>
 class DistributedDataParallel : public torch::nn::Module, public Joinable {

@@ -20,10 +20,10 @@
 #include "lockstep/comm/objects.h"
 #include "lockstep/ddp/delayed_all_reduce.h"
 #include "lockstep/ddp/logger.h"
-#include "lockstep/ddp/mixed_precision.h"
-#include "lockstep/ddp/output_sink.h"
+#include "lockstep/ddp/low_precision.h"
 #include "lockstep/ddp/state_sync.h"
 #include "lockstep/ddp/sync_batch_norm.h"
+#include "lockstep/nn/output_sink.h"
 
 namespace lockstep {
 namespace {

@@ -14,13 +14,13 @@
 
 #include "lockstep/ddp/buffer_sync.h"
 #include "lockstep/ddp/comm_hook.h"
-#include "lockstep/ddp/module_tensors.h"
 #include "lockstep/ddp/optimizer_in_backward.h"
 #include "lockstep/ddp/options.h"
 #include "lockstep/ddp/per_parameter_reduction.h"
 #include "lockstep/ddp/reducer.h"
 #include "lockstep/ddp/snapshot.h"
 #include "lockstep/join/join.h"
+#include "lockstep/nn/module_tensors.h"
 
 namespace torch::nn {
 class Module;

@@ -5,7 +5,7 @@
 #include "lockstep/base/str.h"
 #include "lockstep/ddp/engine.h"
 #include "lockstep/ddp/logger.h"
-#include "lockstep/ddp/mixed_precision.h"
+#include "lockstep/ddp/low_precision.h"
 #include "lockstep/join/join.h"
 
 namespace lockstep {

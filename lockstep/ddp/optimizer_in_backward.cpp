@@ -6,7 +6,7 @@
 #include <map>
 #include <mutex>
 
-#include "lockstep/ddp/gradient_hooks.h"
+#include "lockstep/nn/gradient_hooks.h"
 
 namespace lockstep {
 namespace {

@@ -12,16 +12,9 @@
 #include "lockstep/comm/group.h"
 #include "lockstep/ddp/bucket_plan.h"
 #include "lockstep/mesh/device_mesh.h"
+#include "lockstep/nn/mixed_precision.h"
 
 namespace lockstep {
-
-/// Dtypes of computation. Only floating point tensors are cast; what is unset stays as it is, and the reduction follows
-/// param_dtype.
-struct MixedPrecision {
-  std::optional<at::ScalarType> param_dtype = std::nullopt;
-  std::optional<at::ScalarType> reduce_dtype = std::nullopt;
-  std::optional<at::ScalarType> buffer_dtype = std::nullopt;
-};
 
 struct DdpOptions {
   /// The one device of a single-device module on an accelerator: inputs are moved there. None for CPU modules and for

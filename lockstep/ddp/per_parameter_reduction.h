@@ -1,5 +1,5 @@
 // Averages each gradient on its own when it is there: no buckets, no order but that of the graph. For programs that
-// fuse communication themselves. Internal to ddp.
+// fuse communication themselves.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "lockstep/comm/group.h"
-#include "lockstep/ddp/gradient_hooks.h"
+#include "lockstep/nn/gradient_hooks.h"
 
 namespace lockstep {
 

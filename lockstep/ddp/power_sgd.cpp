@@ -13,9 +13,9 @@
 #include <cmath>
 
 #include "lockstep/comm/collectives.h"
-#include "lockstep/ddp/bucket.h"
 #include "lockstep/ddp/default_hooks.h"
 #include "lockstep/ddp/orthogonalize.h"
+#include "lockstep/shard/buffer.h"
 
 namespace lockstep {
 namespace {

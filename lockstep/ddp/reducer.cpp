@@ -17,7 +17,7 @@
 #include "lockstep/base/str.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/objects.h"
-#include "lockstep/ddp/gradient_copy.h"
+#include "lockstep/nn/gradient_copy.h"
 
 namespace lockstep {
 namespace {

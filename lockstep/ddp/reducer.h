@@ -19,12 +19,12 @@
 #include "lockstep/ddp/bucket.h"
 #include "lockstep/ddp/bucket_plan.h"
 #include "lockstep/ddp/comm_hook.h"
-#include "lockstep/ddp/gradient_access.h"
-#include "lockstep/ddp/gradient_hooks.h"
 #include "lockstep/ddp/gradient_scatter.h"
-#include "lockstep/ddp/lent_buffers.h"
 #include "lockstep/ddp/step_times.h"
 #include "lockstep/ddp/unused_parameters.h"
+#include "lockstep/nn/gradient_access.h"
+#include "lockstep/nn/gradient_hooks.h"
+#include "lockstep/shard/buffer_pool.h"
 
 namespace lockstep {
 
@@ -108,7 +108,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   /// Averages gradients in .grad again. Between backwards; of one that did not finish nothing is left.
   void clear_scatter();
   /// Bytes of the buffers that buckets share; 0 without a scatter.
-  int64_t lent_bytes() const;
+  int64_t pool_bytes() const;
   /// The hook slot is taken by the wrapper itself; a user's hook is refused with this reason.
   void reserve_hook_slot(std::string reason) { hook_slot_taken_by_ = std::move(reason); }
   /// A reduction is to come from the next backward, or under way.
@@ -209,7 +209,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::function<void()> on_finish_;
   std::function<void(const std::string&)> on_error_;
   std::shared_ptr<GradientScatter> scatter_;
-  std::optional<detail::LentBuffers> lent_;  // with a scatter
+  std::optional<detail::BufferPool> pool_;  // with a scatter
   bool is_static_graph_ = false;
 
   // One step.

@@ -7,8 +7,8 @@
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
 #include "lockstep/base/str.h"
-#include "lockstep/ddp/gradient_copy.h"
 #include "lockstep/ddp/reducer.h"
+#include "lockstep/nn/gradient_copy.h"
 
 namespace lockstep {
 

@@ -36,7 +36,7 @@ void Reducer::set_scatter(const ScatterFactory& make, const std::string& reason)
   int64_t longest = 0;
   for (std::size_t i = 0; i < plan_.buckets().size(); ++i) longest = std::max(longest, scatter_->buffer_elements(i));
   hook_slot_taken_by_ = reason;
-  lent_.emplace(longest, group_);
+  pool_.emplace(longest, group_);
   has_rebuilt_ = true;
   make_buckets();
 }
@@ -46,19 +46,19 @@ void Reducer::clear_scatter() {
   if (!scatter_) return;
   forget_reduction();
   scatter_.reset();
-  lent_.reset();
+  pool_.reset();
   hook_slot_taken_by_.clear();
   make_buckets();
 }
 
-int64_t Reducer::lent_bytes() const {
+int64_t Reducer::pool_bytes() const {
   const std::lock_guard lock(mutex_);
-  return lent_ ? lent_->bytes() : 0;
+  return pool_ ? pool_->bytes() : 0;
 }
 
 void Reducer::lend_buffer(detail::Bucket& bucket) {
   if (bucket.buffer().defined()) return;
-  bucket.lend(lent_->lend(bucket.buffer_options(), [this] { return finish_oldest_scatter(); }));
+  bucket.lend(pool_->acquire(bucket.buffer_options(), [this] { return finish_oldest_scatter(); }));
 }
 
 bool Reducer::finish_oldest_scatter() {
@@ -66,7 +66,7 @@ bool Reducer::finish_oldest_scatter() {
   auto& bucket = buckets_[scattering_.front()];
   scatter_->finish(bucket.index());
   scattering_.pop_front();
-  lent_->put_back(bucket.take_back());
+  pool_->release(bucket.take_back());
   note_bucket(bucket, "done");
   return true;
 }
@@ -86,7 +86,7 @@ void Reducer::forget_scatter() {
   // Other ranks may still read what is under way.
   for (auto& bucket : buckets_) bucket.take_back();
   scattering_.clear();
-  lent_->forget();
+  pool_->forget();
 }
 
 }  // namespace lockstep

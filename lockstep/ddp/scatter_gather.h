@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "lockstep/ddp/tensor_tree.h"
+#include "lockstep/nn/tensor_tree.h"
 
 namespace lockstep {
 

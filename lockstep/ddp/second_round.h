@@ -1,4 +1,4 @@
-// Hooks of two rounds: what is summed in the second depends on the sums of the first. Internal to ddp.
+// Hooks of two rounds: what is summed in the second depends on the sums of the first.
 //
 // All ranks must make the same calls of a group in the same order. First rounds are launched by the hooks themselves,
 // bucket after bucket. A second one is launched by a callback, at a moment that differs between ranks, so it goes

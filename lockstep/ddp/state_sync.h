@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "lockstep/comm/group.h"
-#include "lockstep/ddp/parameter_info.h"
+#include "lockstep/nn/parameter_info.h"
 
 namespace lockstep {
 

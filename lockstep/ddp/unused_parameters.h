@@ -1,5 +1,4 @@
-// Which parameters a step uses: found in the graph before backward, and agreed on by all ranks after it. Internal to
-// ddp.
+// Which parameters a step uses: found in the graph before backward, and agreed on by all ranks after it.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,5 +1,5 @@
 // What exec needs, as values: the program's path and the environment it will see. Reads this process's environment and
-// the file system, changes nothing.
+// the file system, changes nothing. Internal to launch.
 #pragma once
 
 #include <string>

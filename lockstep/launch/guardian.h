@@ -1,6 +1,6 @@
 // The guardian: a process forked per child that starts the program, adopts orphans of its tree and outlives nobody.
 // It is forked without exec from a process that may have many threads, so it runs only async-signal-safe code on memory
-// prepared before the fork. Private to Child.
+// prepared before the fork. Internal to launch: private to Child.
 #pragma once
 
 #include <sys/types.h>

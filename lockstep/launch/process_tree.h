@@ -1,4 +1,4 @@
-// Finds and kills what a process has started. Async-signal-safe: no allocation, no stdio, no locks.
+// Finds and kills what a process has started. Async-signal-safe: no allocation, no stdio, no locks. Internal to launch.
 #pragma once
 
 #include <sys/types.h>

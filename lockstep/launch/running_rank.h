@@ -1,4 +1,4 @@
-// One started rank of a job: its child, and what has been read from it so far. Private to Job.
+// One started rank of a job: its child, and what has been read from it so far. Internal to launch: private to Job.
 #pragma once
 
 #include <deque>

@@ -4,9 +4,13 @@
 
 #include <string>
 
-#include "lockstep/optim/archive_format.h"
+#include "lockstep/state/archive_format.h"
 
 namespace lockstep::optim::detail {
+
+using lockstep::detail::count_tensor;
+using lockstep::detail::kArchiveFormat;
+using lockstep::detail::read_count;
 
 using torch::serialize::InputArchive;
 using torch::serialize::OutputArchive;

@@ -1,5 +1,5 @@
-// Optimizers in libtorch's archive format, so that files are interchangeable with torch::optim's. Known to the sources
-// beside it only.
+// Optimizers in libtorch's archive format, so that files are interchangeable with torch::optim's. Internal to
+// optim.
 #pragma once
 
 #include <torch/optim/optimizer.h>

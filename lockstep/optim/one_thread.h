@@ -1,4 +1,4 @@
-// Keeps libtorch's CPU kernels from starting threads. Known to the sources beside it only.
+// Keeps libtorch's CPU kernels from starting threads. Internal to optim.
 #pragma once
 
 namespace lockstep::optim::detail {

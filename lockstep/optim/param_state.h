@@ -1,5 +1,5 @@
 // What the optimizers keep of a parameter: libtorch's type where libtorch has an optimizer of that name, else one of
-// ours. Known to the sources beside it only.
+// ours. Internal to optim.
 #pragma once
 
 #include <torch/optim/adagrad.h>

@@ -1,4 +1,4 @@
-// What one rank shows to the others, and where it lies in its memory. Internal to shm.
+// What one rank shows to the others, and where it lies in its memory.
 //
 //   | Lane | ring of slots: what I give, chunk by chunk | channels: what I send, per receiver | pool: zero-copy tensors
 //   |

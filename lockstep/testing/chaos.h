@@ -7,7 +7,7 @@
 #include <memory>
 #include <vector>
 
-#include "lockstep/comm/thread_backend.h"
+#include "lockstep/comm/threads/thread_backend.h"
 
 namespace lockstep::testing {
 

@@ -7,7 +7,7 @@
 
 #include "lockstep/base/str.h"
 #include "lockstep/comm/call.h"
-#include "lockstep/comm/thread_backend.h"
+#include "lockstep/comm/threads/thread_backend.h"
 
 namespace lockstep::testing {
 

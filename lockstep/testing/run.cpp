@@ -6,7 +6,7 @@
 #include "lockstep/base/env.h"
 #include "lockstep/base/str.h"
 #include "lockstep/comm/backend_registry.h"
-#include "lockstep/comm/thread_backend.h"
+#include "lockstep/comm/threads/thread_backend.h"
 #include "lockstep/testing/reset.h"
 #include "lockstep/testing/seeds.h"
 #include "lockstep/testing/skip.h"

@@ -3,7 +3,7 @@
 #include "lockstep/base/str.h"
 #include "lockstep/comm/barrier.h"
 #include "lockstep/comm/failure.h"
-#include "lockstep/comm/thread_backend.h"
+#include "lockstep/comm/threads/thread_backend.h"
 #include "lockstep/testing/reset.h"
 #include "lockstep/testing/run.h"
 #include "lockstep/testing/seeds.h"

@@ -14,7 +14,7 @@
 #include "lockstep/base/stack_dump.h"
 #include "lockstep/base/str.h"
 #include "lockstep/comm/failure.h"
-#include "lockstep/comm/thread_backend.h"
+#include "lockstep/comm/threads/thread_backend.h"
 #include "lockstep/testing/chaos.h"
 #include "lockstep/testing/event_tail.h"
 #include "lockstep/testing/skip.h"

@@ -4,8 +4,8 @@
 #include <c10/core/GradMode.h>
 
 #include "lockstep/comm/collectives.h"
-#include "lockstep/ddp/bucket.h"
-#include "lockstep/zero/state_piece.h"
+#include "lockstep/shard/buffer.h"
+#include "lockstep/shard/flat.h"
 
 namespace lockstep::detail {
 namespace {
@@ -29,17 +29,6 @@ at::Tensor made_bucket(const std::vector<at::Tensor>& parameters, c10::Device de
 }
 
 }  // namespace
-
-void move_into(const at::Tensor& flat, const std::vector<at::Tensor>& parameters) {
-  const at::NoGradGuard no_grad;
-  int64_t begin = 0;
-  for (const auto& parameter : parameters) {
-    const auto view = unflattened_like(flat.narrow(0, begin, parameter.numel()), parameter);
-    view.copy_(parameter.detach());
-    parameter.set_data(view);
-    begin += parameter.numel();
-  }
-}
 
 BucketViews::BucketViews(const DeviceParameters& parameters, const GroupPtr& group) {
   for (const auto& [device, per_rank] : parameters) {

@@ -33,7 +33,4 @@ class BucketViews {
   std::vector<std::vector<at::Tensor>> buckets_;
 };
 
-/// Makes `flat` hold the parameters' values one after the other, and the parameters views of it.
-void move_into(const at::Tensor& flat, const std::vector<at::Tensor>& parameters);
-
 }  // namespace lockstep::detail

@@ -12,7 +12,7 @@
 #include <unordered_map>
 
 #include "lockstep/comm/collectives.h"
-#include "lockstep/ddp/bucket.h"
+#include "lockstep/shard/buffer.h"
 #include "lockstep/zero/bucket_views.h"
 
 namespace lockstep::detail {

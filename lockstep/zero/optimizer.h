@@ -13,12 +13,12 @@
 #include "lockstep/join/joinable.h"
 #include "lockstep/optim/clip_grad.h"
 #include "lockstep/optim/gradient_holder.h"
+#include "lockstep/state/state_dict.h"
+#include "lockstep/state/state_piece.h"
 #include "lockstep/zero/local_optimizer.h"
 #include "lockstep/zero/memory_report.h"
 #include "lockstep/zero/options.h"
 #include "lockstep/zero/partition_cache.h"
-#include "lockstep/zero/state_dict.h"
-#include "lockstep/zero/state_piece.h"
 
 namespace lockstep {
 

@@ -8,8 +8,8 @@
 
 #include "lockstep/base/str.h"
 #include "lockstep/comm/collectives.h"
-#include "lockstep/ddp/bucket.h"
 #include "lockstep/optim/functional_registry.h"
+#include "lockstep/shard/buffer.h"
 #include "lockstep/zero/bucket_views.h"
 #include "lockstep/zero/optimizer.h"
 

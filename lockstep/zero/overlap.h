@@ -12,8 +12,8 @@
 
 #include "lockstep/ddp/engine.h"
 #include "lockstep/optim/functional.h"
+#include "lockstep/state/state_piece.h"
 #include "lockstep/zero/overlap_info.h"
-#include "lockstep/zero/state_piece.h"
 
 namespace lockstep {
 

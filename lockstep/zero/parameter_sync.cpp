@@ -7,9 +7,9 @@
 #include <numeric>
 
 #include "lockstep/comm/collectives.h"
-#include "lockstep/ddp/bucket.h"
-#include "lockstep/ddp/gradient_copy.h"
-#include "lockstep/zero/state_piece.h"
+#include "lockstep/nn/gradient_copy.h"
+#include "lockstep/shard/buffer.h"
+#include "lockstep/state/state_piece.h"
 
 namespace lockstep::detail {
 namespace {

@@ -9,7 +9,7 @@
 
 #include "lockstep/comm/pending.h"
 #include "lockstep/ddp/gradient_scatter.h"
-#include "lockstep/zero/partition.h"
+#include "lockstep/shard/slice_plan.h"
 
 namespace lockstep::detail {
 

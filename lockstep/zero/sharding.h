@@ -8,7 +8,7 @@
 
 #include <vector>
 
-#include "lockstep/zero/state_piece.h"
+#include "lockstep/state/state_piece.h"
 
 namespace lockstep::detail {
 

@@ -8,8 +8,8 @@
 #include "lockstep/base/str.h"
 #include "lockstep/comm/failure_notice.h"
 #include "lockstep/comm/objects.h"
+#include "lockstep/state/state_files.h"
 #include "lockstep/zero/state_access.h"
-#include "lockstep/zero/state_files.h"
 
 namespace lockstep {
 namespace {

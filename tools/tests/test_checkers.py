@@ -124,6 +124,14 @@ class LayersTest(TreeTest):
         self.write("cli/main.cpp", '#include "../lockstep/comm/group.h"\n')
         self.assert_fails('write "lockstep/base/env.h"', "lockstep/shm/x.cpp:1:", "cli/main.cpp:1:")
 
+    def test_public_header_may_not_include_an_internal_one(self):
+        self.write("lockstep/comm/state.h", "// What a group keeps. Internal to comm.\n#pragma once\n")
+        self.write("lockstep/comm/failure.h", '// Internal to comm.\n#pragma once\n#include "lockstep/comm/state.h"\n')
+        self.write("lockstep/comm/group.cpp", '#include "lockstep/comm/state.h"\n')
+        self.assert_passes()
+        self.write("lockstep/comm/group.h", '// Groups.\n#pragma once\n#include "lockstep/comm/state.h"\n')
+        self.assert_fails("lockstep/comm/group.h:3:", "a public header includes lockstep/comm/state.h", "not installed")
+
     def test_commented_include_is_no_include(self):
         self.write("lockstep/base/x.cpp", '// #include <torch/torch.h>\n/*\n#include "lockstep/ddp/x.h"\n*/\n')
         self.assert_passes()

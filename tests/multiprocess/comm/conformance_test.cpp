@@ -1,5 +1,5 @@
 // The conformance suite over gloo, and over NCCL where there is a GPU for every rank.
-#include "tests/conformance.h"
+#include "tests/support/conformance.h"
 
 #include "lockstep/comm/backend_registry.h"
 #include "lockstep/comm/group_state.h"

@@ -7,9 +7,9 @@
 
 #include "lockstep/base/rank_local.h"
 #include "lockstep/testing/gtest.h"
-#include "tests/conformance.h"
-#include "tests/shm_odd_tensors.h"
-#include "tests/shm_random.h"
+#include "tests/support/conformance.h"
+#include "tests/support/shm_odd_tensors.h"
+#include "tests/support/shm_random.h"
 
 namespace lockstep {
 namespace {

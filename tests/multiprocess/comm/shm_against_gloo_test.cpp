@@ -5,7 +5,7 @@
 
 #include "lockstep/lockstep.h"
 #include "lockstep/testing/gtest.h"
-#include "tests/reduction_model.h"
+#include "tests/support/reduction_model.h"
 
 namespace lockstep {
 namespace {

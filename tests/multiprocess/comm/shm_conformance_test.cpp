@@ -1,9 +1,9 @@
 // The conformance suite and messages over shared memory, ranks being processes.
-#include "tests/conformance.h"
+#include "tests/support/conformance.h"
 
 #include "lockstep/testing/gtest.h"
-#include "tests/shm_messages.h"
-#include "tests/shm_odd_tensors.h"
+#include "tests/support/shm_messages.h"
+#include "tests/support/shm_odd_tensors.h"
 
 namespace lockstep {
 namespace {

@@ -1,13 +1,13 @@
 // What the shm backend promises, ranks being processes.
-#include "tests/shm_promises.h"
+#include "tests/support/shm_promises.h"
 
 #include <csignal>
 #include <cstdlib>
 
 #include "lockstep/shm/memory.h"
 #include "lockstep/testing/gtest.h"
-#include "tests/shm_order.h"
-#include "tests/shm_refusals.h"
+#include "tests/support/shm_order.h"
+#include "tests/support/shm_refusals.h"
 
 namespace lockstep {
 namespace {

@@ -1,5 +1,5 @@
 // Thousands of random sequences of collectives over shared memory, ranks being processes.
-#include "tests/shm_random.h"
+#include "tests/support/shm_random.h"
 
 #include "lockstep/testing/gtest.h"
 

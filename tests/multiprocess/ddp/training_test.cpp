@@ -1,7 +1,7 @@
 // Training over real backends, ranks being processes: the same as one process, with zero-copy buckets where there are.
 #include <signal.h>
 
-#include "tests/ddp_models.h"
+#include "tests/support/ddp_models.h"
 
 namespace lockstep {
 namespace {

@@ -5,7 +5,7 @@
 
 #include "lockstep/base/rank_local.h"
 #include "lockstep/launch/port.h"
-#include "tests/join_fixtures.h"
+#include "tests/support/join_fixtures.h"
 
 namespace lockstep {
 namespace {

@@ -3,8 +3,8 @@
 
 #include "lockstep/base/str.h"
 #include "lockstep/comm/barrier.h"
-#include "tests/ddp_models.h"
-#include "tests/zero_fixtures.h"
+#include "tests/support/ddp_models.h"
+#include "tests/support/zero_fixtures.h"
 
 namespace lockstep {
 namespace {

@@ -1,7 +1,7 @@
 // Compares the comm hooks with PyTorch's, gradient by gradient over five steps; PowerSGD with the same random numbers.
 #include "lockstep/base/str.h"
-#include "tests/ddp_models.h"
-#include "tests/oracle_reference.h"
+#include "tests/support/ddp_models.h"
+#include "tests/support/oracle_reference.h"
 
 namespace lockstep {
 namespace {

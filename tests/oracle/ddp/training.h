@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/ddp/module_tensors.h"
 #include "lockstep/ddp/options.h"
+#include "lockstep/nn/module_tensors.h"
 #include "tests/oracle/ddp/models.h"
 #include "tests/oracle/ddp/reference.h"
 

@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include "lockstep/base/str.h"
-#include "tests/join_fixtures.h"
-#include "tests/oracle_reference.h"
+#include "tests/support/join_fixtures.h"
+#include "tests/support/oracle_reference.h"
 
 namespace lockstep {
 namespace {

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "tests/oracle_reference.h"
+#include "tests/support/oracle_reference.h"
 
 namespace lockstep::optim_oracle {
 

@@ -1,6 +1,6 @@
 // Compares ZeRO's step inside of DDP's backward with Python's, after every step.
-#include "tests/oracle_reference.h"
-#include "tests/zero_overlap_fixtures.h"
+#include "tests/support/oracle_reference.h"
+#include "tests/support/zero_overlap_fixtures.h"
 
 namespace lockstep {
 namespace {

@@ -6,10 +6,10 @@
 #include <fstream>
 
 #include "lockstep/base/str.h"
+#include "lockstep/state/python_state.h"
 #include "lockstep/testing/temp_dir.h"
-#include "lockstep/zero/python_state.h"
-#include "tests/oracle_reference.h"
-#include "tests/zero_fixtures.h"
+#include "tests/support/oracle_reference.h"
+#include "tests/support/zero_fixtures.h"
 
 namespace lockstep {
 namespace {

@@ -1,5 +1,5 @@
 // The conformance suite over ranks as threads.
-#include "tests/conformance.h"
+#include "tests/support/conformance.h"
 
 #include "lockstep/testing/gtest.h"
 

@@ -4,7 +4,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "lockstep/base/rank_local.h"
-#include "lockstep/comm/thread_backend.h"
+#include "lockstep/comm/threads/thread_backend.h"
 #include "lockstep/lockstep.h"
 #include "lockstep/testing/gtest.h"
 

@@ -1,11 +1,11 @@
 // The conformance suite and messages over shared memory, ranks being threads.
-#include "tests/conformance.h"
+#include "tests/support/conformance.h"
 
 #include "lockstep/comm/backend_registry.h"
 #include "lockstep/comm/group_state.h"
 #include "lockstep/testing/gtest.h"
-#include "tests/shm_messages.h"
-#include "tests/shm_odd_tensors.h"
+#include "tests/support/shm_messages.h"
+#include "tests/support/shm_odd_tensors.h"
 
 namespace lockstep {
 namespace {

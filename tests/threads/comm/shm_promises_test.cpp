@@ -1,9 +1,9 @@
 // What the shm backend promises, ranks being threads.
-#include "tests/shm_promises.h"
+#include "tests/support/shm_promises.h"
 
 #include "lockstep/testing/gtest.h"
-#include "tests/shm_order.h"
-#include "tests/shm_refusals.h"
+#include "tests/support/shm_order.h"
+#include "tests/support/shm_refusals.h"
 
 namespace lockstep {
 namespace {

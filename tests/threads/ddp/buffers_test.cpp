@@ -1,5 +1,5 @@
 // Buffers between forwards, and the sink that outputs pass.
-#include "tests/ddp_models.h"
+#include "tests/support/ddp_models.h"
 
 namespace lockstep {
 namespace {

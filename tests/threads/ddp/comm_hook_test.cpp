@@ -1,5 +1,5 @@
 // Communication hooks: what they are given, what may come back, and what happens if they fail.
-#include "tests/ddp_models.h"
+#include "tests/support/ddp_models.h"
 
 namespace lockstep {
 namespace {

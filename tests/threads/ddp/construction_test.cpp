@@ -4,7 +4,7 @@
 #include <atomic>
 
 #include "lockstep/ddp/state_sync.h"
-#include "tests/ddp_models.h"
+#include "tests/support/ddp_models.h"
 
 namespace lockstep {
 namespace {

@@ -3,7 +3,7 @@
 #include <torch/nn/functional/loss.h>
 
 #include "lockstep/ddp/sync_batch_norm.h"
-#include "tests/ddp_models.h"
+#include "tests/support/ddp_models.h"
 
 namespace lockstep {
 namespace {

@@ -7,7 +7,7 @@
 #include "lockstep/ddp/power_sgd.h"
 #include "lockstep/ddp/quantization_hooks.h"
 #include "lockstep/testing/interpose.h"
-#include "tests/ddp_models.h"
+#include "tests/support/ddp_models.h"
 
 namespace lockstep {
 namespace {

@@ -2,7 +2,7 @@
 // each rank has and compare with what one process, or arithmetic, gives.
 #include "lockstep/ddp/default_hooks.h"
 #include "lockstep/ddp/power_sgd.h"
-#include "tests/ddp_models.h"
+#include "tests/support/ddp_models.h"
 
 namespace lockstep {
 namespace {

@@ -1,5 +1,5 @@
 // Gradients that are not plain floats on one graph: sparse, complex, expanded; and SyncBatchNorm.
-#include "tests/ddp_models.h"
+#include "tests/support/ddp_models.h"
 
 namespace lockstep {
 namespace {

@@ -2,7 +2,7 @@
 #include <torch/csrc/distributed/c10d/debug.h>
 
 #include "lockstep/ddp/logger.h"
-#include "tests/ddp_models.h"
+#include "tests/support/ddp_models.h"
 
 namespace lockstep {
 namespace {

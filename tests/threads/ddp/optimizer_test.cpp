@@ -1,5 +1,5 @@
 // Optimizers that step in backward, gradients that are reduced late, and gradients reduced one by one.
-#include "tests/ddp_models.h"
+#include "tests/support/ddp_models.h"
 
 namespace lockstep {
 namespace {

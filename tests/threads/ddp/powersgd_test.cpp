@@ -4,7 +4,7 @@
 #include "lockstep/ddp/default_hooks.h"
 #include "lockstep/ddp/orthogonalize.h"
 #include "lockstep/testing/interpose.h"
-#include "tests/ddp_models.h"
+#include "tests/support/ddp_models.h"
 
 namespace lockstep {
 namespace {

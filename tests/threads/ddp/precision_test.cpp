@@ -1,7 +1,7 @@
 // Mixed precision: low precision while a step computes, full precision between steps.
 #include <torch/serialize.h>
 
-#include "tests/ddp_models.h"
+#include "tests/support/ddp_models.h"
 
 namespace lockstep {
 namespace {

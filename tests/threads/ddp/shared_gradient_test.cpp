@@ -1,5 +1,5 @@
 // Gradients that share their memory with others which backward still needs.
-#include "tests/ddp_models.h"
+#include "tests/support/ddp_models.h"
 
 namespace lockstep {
 namespace {

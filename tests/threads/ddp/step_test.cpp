@@ -6,7 +6,7 @@
 
 #include <sstream>
 
-#include "tests/ddp_models.h"
+#include "tests/support/ddp_models.h"
 
 namespace lockstep {
 namespace {

@@ -1,7 +1,7 @@
 // Parameters that a step does not use: found in the graph, or known from the first step of a static graph.
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 
-#include "tests/ddp_models.h"
+#include "tests/support/ddp_models.h"
 
 namespace lockstep {
 namespace {

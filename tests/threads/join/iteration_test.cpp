@@ -1,6 +1,6 @@
 // Iterations inside a Join scope, on live and on joined ranks, over every backend for CPU tensors.
 #include "lockstep/testing/recorder.h"
-#include "tests/join_fixtures.h"
+#include "tests/support/join_fixtures.h"
 
 namespace lockstep {
 namespace {

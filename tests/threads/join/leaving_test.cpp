@@ -2,7 +2,7 @@
 #include <thread>
 
 #include "lockstep/testing/recorder.h"
-#include "tests/join_fixtures.h"
+#include "tests/support/join_fixtures.h"
 
 namespace lockstep {
 namespace {

@@ -1,6 +1,6 @@
 // Opening a Join scope: what joinables see of it, and what is refused.
 #include "lockstep/testing/recorder.h"
-#include "tests/join_fixtures.h"
+#include "tests/support/join_fixtures.h"
 
 namespace lockstep {
 namespace {

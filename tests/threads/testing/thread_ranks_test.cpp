@@ -6,7 +6,7 @@
 #include <atomic>
 #include <thread>
 
-#include "lockstep/comm/thread_backend.h"
+#include "lockstep/comm/threads/thread_backend.h"
 #include "lockstep/lockstep.h"
 #include "lockstep/testing/chaos.h"
 #include "lockstep/testing/gtest.h"

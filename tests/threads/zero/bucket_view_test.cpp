@@ -2,8 +2,8 @@
 #include <torch/nn/modules/conv.h>
 
 #include "lockstep/base/str.h"
-#include "tests/ddp_models.h"
-#include "tests/zero_fixtures.h"
+#include "tests/support/ddp_models.h"
+#include "tests/support/zero_fixtures.h"
 
 namespace lockstep {
 namespace {

@@ -6,7 +6,7 @@
 #include "lockstep/base/str.h"
 #include "lockstep/comm/objects.h"
 #include "lockstep/testing/recorder.h"
-#include "tests/zero_fixtures.h"
+#include "tests/support/zero_fixtures.h"
 
 namespace lockstep {
 namespace {

@@ -1,8 +1,8 @@
 // ZeroRedundancyOptimizer on an accelerator: two ranks share one GPU by gloo, one rank has NCCL.
 #include "lockstep/optim/grad_scaler.h"
+#include "lockstep/optim/overflow.h"
 #include "lockstep/zero/objects.h"
-#include "lockstep/zero/overflow.h"
-#include "tests/zero_overlap_fixtures.h"
+#include "tests/support/zero_overlap_fixtures.h"
 
 namespace lockstep {
 namespace {

@@ -1,6 +1,6 @@
 // Division by elements: equal slices, whatever the sizes of parameters are.
 #include "lockstep/testing/recorder.h"
-#include "tests/zero_fixtures.h"
+#include "tests/support/zero_fixtures.h"
 
 namespace lockstep {
 namespace {

@@ -2,8 +2,8 @@
 #include "lockstep/base/str.h"
 #include "lockstep/comm/objects.h"
 #include "lockstep/optim/grad_scaler.h"
-#include "lockstep/zero/overflow.h"
-#include "tests/zero_fixtures.h"
+#include "lockstep/optim/overflow.h"
+#include "tests/support/zero_fixtures.h"
 
 namespace lockstep {
 namespace {

@@ -1,8 +1,8 @@
 // Options and parameter groups, those that are there and those that are added.
 #include <torch/optim/schedulers/step_lr.h>
 
-#include "tests/ddp_models.h"
-#include "tests/zero_fixtures.h"
+#include "tests/support/ddp_models.h"
+#include "tests/support/zero_fixtures.h"
 
 namespace lockstep {
 namespace {

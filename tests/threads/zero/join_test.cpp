@@ -3,9 +3,9 @@
 
 #include "lockstep/join/join.h"
 #include "lockstep/testing/recorder.h"
-#include "tests/ddp_models.h"
-#include "tests/join_fixtures.h"
-#include "tests/zero_fixtures.h"
+#include "tests/support/ddp_models.h"
+#include "tests/support/join_fixtures.h"
+#include "tests/support/zero_fixtures.h"
 
 namespace lockstep {
 namespace {

@@ -9,7 +9,7 @@
 #include "lockstep/optim/functional_registry.h"
 #include "lockstep/testing/temp_dir.h"
 #include "lockstep/zero/streaming.h"
-#include "tests/zero_overlap_fixtures.h"
+#include "tests/support/zero_overlap_fixtures.h"
 
 namespace lockstep {
 namespace {

@@ -1,7 +1,7 @@
 // ZeRO's step inside of DDP's backward, compared with DDP followed by a plain optimizer.
 #include <torch/optim/schedulers/step_lr.h>
 
-#include "tests/zero_overlap_fixtures.h"
+#include "tests/support/zero_overlap_fixtures.h"
 
 namespace lockstep {
 namespace {

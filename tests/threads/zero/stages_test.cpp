@@ -1,10 +1,10 @@
 // One option from plain data parallelism to sharded gradients: the same parameters, and less memory.
 #include "lockstep/optim/grad_scaler.h"
+#include "lockstep/optim/overflow.h"
 #include "lockstep/testing/memory_probe.h"
-#include "lockstep/zero/overflow.h"
 #include "lockstep/zero/streaming.h"
-#include "tests/ddp_models.h"
-#include "tests/zero_fixtures.h"
+#include "tests/support/ddp_models.h"
+#include "tests/support/zero_fixtures.h"
 
 namespace lockstep {
 namespace {
@@ -341,8 +341,8 @@ TEST(ZeroStages, KeepASliceOfTheGradientsAndTwoBuckets) {
         EXPECT_LE(most, kLayer) << "of whole gradients while backward runs";
         const auto alignment = 12 * 64;
         EXPECT_LE(zero.memory_report().gradients, all / world.world_size() + alignment);
-        EXPECT_LE(ddp.engine().reducer()->lent_bytes(), 2 * (kLayer + world.world_size() * 64));
-        EXPECT_GT(ddp.engine().reducer()->lent_bytes(), 0);
+        EXPECT_LE(ddp.engine().reducer()->pool_bytes(), 2 * (kLayer + world.world_size() * 64));
+        EXPECT_GT(ddp.engine().reducer()->pool_bytes(), 0);
       },
       {2, 4}, {"threads", "shm"});
 }

@@ -4,10 +4,10 @@
 #include <sstream>
 
 #include "lockstep/base/str.h"
+#include "lockstep/state/python_state.h"
 #include "lockstep/testing/recorder.h"
 #include "lockstep/zero/objects.h"
-#include "lockstep/zero/python_state.h"
-#include "tests/zero_fixtures.h"
+#include "tests/support/zero_fixtures.h"
 
 namespace lockstep {
 namespace {

@@ -9,7 +9,7 @@
 #include "lockstep/testing/memory_probe.h"
 #include "lockstep/testing/recorder.h"
 #include "lockstep/testing/temp_dir.h"
-#include "tests/zero_fixtures.h"
+#include "tests/support/zero_fixtures.h"
 
 namespace lockstep {
 namespace {

@@ -1,5 +1,5 @@
 // The fake group: records, delays and fails calls of a world that is not there.
-#include "lockstep/comm/fake_backend.h"
+#include "lockstep/comm/fake/fake_backend.h"
 
 #include <gtest/gtest.h>
 

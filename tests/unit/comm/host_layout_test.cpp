@@ -1,5 +1,5 @@
 // Who shares a host with whom, and in which order rows travel.
-#include "lockstep/comm/host_layout.h"
+#include "lockstep/comm/hierarchical/host_layout.h"
 
 #include <gtest/gtest.h>
 

@@ -6,7 +6,7 @@
 
 #include "lockstep/comm/backend_registry.h"
 #include "lockstep/comm/collectives.h"
-#include "lockstep/comm/fake_backend.h"
+#include "lockstep/comm/fake/fake_backend.h"
 #include "lockstep/comm/group_state.h"
 #include "lockstep/lockstep.h"
 #include "lockstep/testing/checks.h"

@@ -1,7 +1,7 @@
 // What a mesh does with one rank, or with pretend groups of many.
 #include "lockstep/mesh/device_mesh.h"
 
-#include "lockstep/comm/fake_backend.h"
+#include "lockstep/comm/fake/fake_backend.h"
 #include "lockstep/comm/world.h"
 #include "lockstep/mesh/mesh_scope.h"
 #include "lockstep/testing/gtest.h"

@@ -2,7 +2,7 @@
 #include <sstream>
 
 #include "lockstep/optim/optimizers.h"
-#include "tests/optim_parameters.h"
+#include "tests/support/optim_parameters.h"
 
 namespace lockstep {
 namespace {

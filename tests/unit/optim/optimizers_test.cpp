@@ -1,7 +1,7 @@
 // The optimizers as torch::optim::Optimizer: groups, schedulers, refusals, and which kernels they use.
 #include "lockstep/optim/optimizers.h"
 
-#include "tests/optim_parameters.h"
+#include "tests/support/optim_parameters.h"
 
 namespace lockstep {
 namespace {

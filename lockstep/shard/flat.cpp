@@ -1,0 +1,40 @@
+#include "lockstep/shard/flat.h"
+
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+
+namespace lockstep::detail {
+
+at::Tensor row_of(const at::Tensor& parameter) {
+  const auto memory = parameter.detach();
+  if (!memory.is_non_overlapping_and_dense()) return {};
+  return memory.as_strided({memory.numel()}, {1});
+}
+
+at::Tensor flattened_like(const at::Tensor& tensor, const at::Tensor& parameter) {
+  TORCH_CHECK_VALUE(tensor.sizes() == parameter.sizes(), "[lockstep/shard] a tensor of sizes ", tensor.sizes(),
+                    " does not fit a parameter of sizes ", parameter.sizes());
+  if (!parameter.is_non_overlapping_and_dense()) return tensor.detach().contiguous().view({-1});
+  if (tensor.strides() == parameter.strides()) return row_of(tensor);
+  const auto copy = at::empty_strided(parameter.sizes(), parameter.strides(), tensor.options().requires_grad(false));
+  return row_of(copy.copy_(tensor.detach()));
+}
+
+at::Tensor unflattened_like(const at::Tensor& row, const at::Tensor& parameter) {
+  if (!parameter.is_non_overlapping_and_dense()) return row.view(parameter.sizes());
+  return row.as_strided(parameter.sizes(), parameter.strides(), row.storage_offset());
+}
+
+void move_into(const at::Tensor& flat, const std::vector<at::Tensor>& parameters) {
+  const at::NoGradGuard no_grad;
+  int64_t begin = 0;
+  for (const auto& parameter : parameters) {
+    const auto view = unflattened_like(flat.narrow(0, begin, parameter.numel()), parameter);
+    view.copy_(parameter.detach());
+    parameter.set_data(view);
+    begin += parameter.numel();
+  }
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,21 @@
+// Tensors as rows of their elements, in the order in which a parameter lies in memory: what flat buffers hold.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+namespace lockstep::detail {
+
+/// `tensor`, which has the parameter's sizes, as one row in the parameter's memory order; a copy only if it lies in
+/// another one.
+at::Tensor flattened_like(const at::Tensor& tensor, const at::Tensor& parameter);
+/// The opposite: `row` with the parameter's sizes and, if it is dense, strides. A view.
+at::Tensor unflattened_like(const at::Tensor& row, const at::Tensor& parameter);
+/// The parameter's own memory as one row, a view; undefined if it has gaps.
+at::Tensor row_of(const at::Tensor& parameter);
+
+/// Makes `flat` hold the parameters' values one after the other, and the parameters views of it.
+void move_into(const at::Tensor& flat, const std::vector<at::Tensor>& parameters);
+
+}  // namespace lockstep::detail

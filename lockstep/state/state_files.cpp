@@ -1,0 +1,242 @@
+#include "lockstep/state/state_files.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/jit/serialization/pickle.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <iterator>
+
+#include "lockstep/base/str.h"
+#include "lockstep/state/python_state.h"
+
+namespace lockstep::detail {
+namespace {
+
+constexpr const char* kFormat = "lockstep optimizer state 1";
+/// At the start of every part: which save it belongs to.
+constexpr int64_t kHeaderBytes = sizeof(int64_t);
+
+c10::impl::GenericList made_list() {
+  return c10::impl::GenericList(c10::AnyType::get());
+}
+
+c10::IValue lists_of(const std::vector<std::vector<int64_t>>& lists) {
+  auto value = made_list();
+  for (const auto& each : lists) value.push_back(each);
+  return value;
+}
+
+std::vector<std::vector<int64_t>> lists_from(const c10::IValue& value) {
+  std::vector<std::vector<int64_t>> lists;
+  for (const auto& each : value.toListRef()) lists.push_back(each.toIntVector());
+  return lists;
+}
+
+/// Reads bytes [begin, begin + size) of a part into `into`.
+class PartReader {
+ public:
+  PartReader(const std::string& path, int64_t part, int64_t save_id)
+      : file_(part_path(path, part)), in_(file_, std::ios::binary) {
+    TORCH_CHECK(in_, "[lockstep/zero] cannot read ", file_, ": ", std::strerror(errno));
+    int64_t id = 0;
+    read(0, &id, sizeof(id));
+    TORCH_CHECK(id == save_id, "[lockstep/zero] ", file_, " belongs to another save than the index ", path);
+  }
+  void read(int64_t begin, void* into, int64_t size) {
+    in_.seekg(begin);
+    in_.read(static_cast<char*>(into), size);
+    TORCH_CHECK(in_.gcount() == size, "[lockstep/zero] ", file_, " ends before byte ", begin + size);
+  }
+
+ private:
+  const std::string file_;
+  std::ifstream in_;
+};
+
+at::Tensor read_tensor(PartReader& part, int64_t offset, const TensorForm& form) {
+  auto tensor = form.empty();
+  if (form.nbytes() > 0) part.read(offset, tensor.mutable_data_ptr(), form.nbytes());
+  return tensor;
+}
+
+/// A value for each element of the piece's parameter, or of the piece.
+bool is_by_element(const TensorForm& form, const StatePiece& piece, const std::vector<int64_t>& sizes) {
+  if (piece.is_whole) return form.sizes == sizes;
+  return !form.sizes.empty() && form.numel() == piece.elements.size();
+}
+
+class Reading {
+ public:
+  Reading(std::string path, const StateIndex& index, const std::vector<at::Tensor>& parameters)
+      : path_(std::move(path)), index_(index), parameters_(parameters), of_parameter_(parameters.size()) {
+    for (const auto& placed : index.pieces) of_parameter_.at(placed.piece.index).push_back(&placed);
+  }
+
+  std::optional<NamedValues> operator()(int64_t index, const ElementRange& elements, bool is_whole) {
+    const auto& placed = of_parameter_.at(index);
+    if (placed.empty()) return std::nullopt;
+    NamedValues values;
+    for (const auto& [name, value] : placed.front()->piece.values) {
+      const auto form = form_of(value);
+      if (!form) {
+        values.emplace(name, value);
+      } else if (!is_by_element(*form, placed.front()->piece, index_.sizes[index])) {
+        values.emplace(name, read_tensor(part(placed.front()->part), placed.front()->offsets.at(name), *form));
+      } else if (is_whole) {
+        const auto row = read_row(index, name, *form, {0, parameters_[index].numel()});
+        values.emplace(name, unflattened_like(row, parameters_[index]));
+      } else {
+        values.emplace(name, read_row(index, name, *form, elements));
+      }
+    }
+    return values;
+  }
+
+ private:
+  /// Elements of a parameter, in the order in which that lies in memory here.
+  at::Tensor read_row(int64_t index, const std::string& name, const TensorForm& form, const ElementRange& elements) {
+    const auto& parameter = parameters_[index];
+    if (parameter.strides() == at::IntArrayRef(index_.strides[index])) return read_saved(index, name, form, elements);
+    // It was saved in another memory format.
+    const TensorForm saved{.dtype = form.dtype, .sizes = index_.sizes[index], .strides = index_.strides[index]};
+    const auto whole = saved.empty();
+    row_of(whole).copy_(read_saved(index, name, form, {0, parameter.numel()}));
+    return flattened_like(whole, parameter).narrow(0, elements.begin, elements.size()).clone();
+  }
+
+  at::Tensor read_saved(int64_t index, const std::string& name, const TensorForm& form, const ElementRange& elements) {
+    const auto row = at::empty({elements.size()}, form.dtype);
+    const auto item = static_cast<int64_t>(row.itemsize());
+    for (const auto* placed : of_parameter_[index]) {
+      const auto common = intersection(placed->piece.elements, elements);
+      if (common.is_empty()) continue;
+      const auto from = placed->offsets.at(name) + (common.begin - placed->piece.elements.begin) * item;
+      part(placed->part)
+          .read(from, static_cast<char*>(row.mutable_data_ptr()) + (common.begin - elements.begin) * item,
+                common.size() * item);
+    }
+    return row;
+  }
+
+  PartReader& part(int64_t number) {
+    auto found = parts_.find(number);
+    if (found == parts_.end()) {
+      found = parts_.emplace(number, std::make_shared<PartReader>(path_, number, index_.save_id)).first;
+    }
+    return *found->second;
+  }
+
+  const std::string path_;
+  const StateIndex& index_;
+  const std::vector<at::Tensor>& parameters_;
+  std::vector<std::vector<const PlacedPiece*>> of_parameter_;
+  std::map<int64_t, std::shared_ptr<PartReader>> parts_;
+};
+
+}  // namespace
+
+std::string part_path(const std::string& path, int64_t part) {
+  return str(path, ".part", part);
+}
+
+PartWriter::PartWriter(const std::string& path, int64_t part, int64_t save_id)
+    : file_(part_path(path, part)), part_(part), out_(file_, std::ios::binary | std::ios::trunc) {
+  out_.write(reinterpret_cast<const char*>(&save_id), sizeof(save_id));
+  offset_ = kHeaderBytes;
+  check();
+}
+
+void PartWriter::check() const {
+  TORCH_CHECK(out_, "[lockstep/zero] cannot write ", file_, ": ", std::strerror(errno));
+}
+
+void PartWriter::take(const StatePiece& piece, const std::string& name, int64_t begin, const at::Tensor& bytes) {
+  const bool is_new = placed_.empty() || placed_.back().piece.index != piece.index ||
+                      !(placed_.back().piece.elements == piece.elements);
+  if (is_new) placed_.push_back({.piece = piece, .part = part_});
+  if (name.empty()) return;
+  if (begin == 0) placed_.back().offsets.emplace(name, offset_);
+  const auto local = bytes.cpu();
+  out_.write(static_cast<const char*>(local.const_data_ptr()), local.numel());
+  offset_ += local.numel();
+  check();
+}
+
+std::vector<PlacedPiece> PartWriter::finish() {
+  out_.close();
+  check();
+  return std::move(placed_);
+}
+
+c10::IValue to_ivalue(const std::vector<PlacedPiece>& placed) {
+  std::vector<StatePiece> pieces;
+  auto places = made_list();
+  for (const auto& each : placed) {
+    pieces.push_back(each.piece);
+    c10::impl::GenericDict offsets(c10::StringType::get(), c10::AnyType::get());
+    for (const auto& [name, offset] : each.offsets) offsets.insert(name, offset);
+    places.push_back(c10::ivalue::Tuple::create({each.part, offsets}));
+  }
+  return c10::ivalue::Tuple::create({to_ivalue(pieces), places});
+}
+
+std::vector<PlacedPiece> placed_from(const c10::IValue& value) {
+  const auto& fields = value.toTupleRef().elements();
+  auto pieces = pieces_from(fields[0]);
+  std::vector<PlacedPiece> placed;
+  for (const auto& each : fields[1].toListRef()) {
+    const auto& place = each.toTupleRef().elements();
+    auto& into = placed.emplace_back(PlacedPiece{.piece = std::move(pieces[placed.size()]), .part = place[0].toInt()});
+    for (const auto& item : place[1].toGenericDict())
+      into.offsets.emplace(item.key().toStringRef(), item.value().toInt());
+  }
+  return placed;
+}
+
+void write_index(const std::string& path, const StateIndex& index) {
+  c10::impl::GenericDict whole(c10::StringType::get(), c10::AnyType::get());
+  whole.insert("format", kFormat);
+  whole.insert("save", index.save_id);
+  whole.insert("groups", to_python(index.groups));
+  whole.insert("pieces", to_ivalue(index.pieces));
+  whole.insert("sizes", lists_of(index.sizes));
+  whole.insert("strides", lists_of(index.strides));
+  const auto bytes = torch::jit::pickle_save(whole);
+  // Under another name first: an index that is there is complete.
+  const auto unfinished = path + ".new";
+  std::ofstream out(unfinished, std::ios::binary | std::ios::trunc);
+  out.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+  out.close();
+  TORCH_CHECK(out && std::rename(unfinished.c_str(), path.c_str()) == 0, "[lockstep/zero] cannot write ", path, ": ",
+              std::strerror(errno));
+}
+
+StateIndex read_index(const std::string& path) {
+  std::ifstream in(path, std::ios::binary);
+  TORCH_CHECK(in, "[lockstep/zero] cannot read ", path, ": ", std::strerror(errno));
+  const std::vector<char> bytes{std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
+  c10::IValue value;
+  try {
+    value = torch::jit::pickle_load(bytes);
+  } catch (const std::exception&) {
+    TORCH_CHECK(false, "[lockstep/zero] ", path, " is no index of saved optimizer state");
+  }
+  const bool is_index = value.isGenericDict() && value.toGenericDict().contains("format") &&
+                        value.toGenericDict().at("format").toStringRef() == kFormat;
+  TORCH_CHECK(is_index, "[lockstep/zero] ", path, " is no index of saved optimizer state");
+  const auto whole = value.toGenericDict();
+  return {.save_id = whole.at("save").toInt(),
+          .groups = from_python(whole.at("groups")),
+          .pieces = placed_from(whole.at("pieces")),
+          .sizes = lists_from(whole.at("sizes")),
+          .strides = lists_from(whole.at("strides"))};
+}
+
+StateSource source_of(const std::string& path, const StateIndex& index, const std::vector<at::Tensor>& parameters) {
+  return Reading(path, index, parameters);
+}
+
+}  // namespace lockstep::detail
