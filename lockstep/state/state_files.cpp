@@ -10,6 +10,7 @@
 #include <iterator>
 
 #include "lockstep/base/str.h"
+#include "lockstep/shard/flat.h"
 #include "lockstep/state/python_state.h"
 
 namespace lockstep::detail {

@@ -13,6 +13,7 @@
 
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/objects.h"
+#include "lockstep/shard/flat.h"
 
 namespace lockstep::detail {
 namespace {

@@ -13,6 +13,7 @@
 
 #include "lockstep/comm/collectives.h"
 #include "lockstep/shard/buffer.h"
+#include "lockstep/shard/flat.h"
 #include "lockstep/zero/bucket_views.h"
 
 namespace lockstep::detail {

@@ -10,6 +10,7 @@
 #include "lockstep/comm/collectives.h"
 #include "lockstep/optim/functional_registry.h"
 #include "lockstep/shard/buffer.h"
+#include "lockstep/shard/flat.h"
 #include "lockstep/zero/bucket_views.h"
 #include "lockstep/zero/optimizer.h"
 

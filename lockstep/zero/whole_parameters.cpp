@@ -1,5 +1,7 @@
 #include "lockstep/zero/whole_parameters.h"
 
+#include "lockstep/shard/flat.h"
+
 namespace lockstep::detail {
 namespace {
 
