@@ -1,8 +1,8 @@
 // What one rank shows to the others, and where it lies in its memory.
 //
-//   | Lane | ring of slots: what I give, chunk by chunk | channels: what I send, per receiver | pool: zero-copy tensors
-//   |
+//   | Lane | ring of slots: what I give, chunk by chunk | channels: what I send, per receiver |
 //
+// Every team has such memory of its own; pools for zero-copy tensors belong to processes (pool.h).
 // Ranks that are processes map each other's memory; ranks that are threads share it. Only the owner writes to its lane,
 // ring and channels (a channel's `taken` is the receiver's), so every word has one writer.
 #pragma once
@@ -43,7 +43,7 @@ static_assert(sizeof(Header) == 64);
 
 enum class Failure : std::uint32_t { kNone, kBeingWritten, kWritten };
 
-/// First page of a rank's memory.
+/// First page of a rank's memory in a team.
 struct Lane {
   Signal ready;     // steps I have published
   Signal reduced;   // steps whose share of mine is reduced (all_reduce in two phases)
@@ -81,7 +81,7 @@ struct Layout {
   const std::size_t channel_bytes;
   const std::size_t ring;
   const std::size_t channels;
-  const std::size_t pool;
+  const std::size_t bytes;  // all of it
 
  private:
   static std::size_t round_up(std::size_t bytes, std::size_t to) { return (bytes + to - 1) / to * to; }
@@ -96,6 +96,6 @@ inline Layout::Layout(int ranks)
       channel_bytes(round_up(sizeof(Channel), 64) + kMessageSlots * kMessageChunkBytes),
       ring(kLaneBytes),
       channels(round_up(ring + kSlots * slot_bytes, 4096)),
-      pool(round_up(channels + static_cast<std::size_t>(ranks) * channel_bytes, std::size_t{2} << 20)) {}
+      bytes(round_up(channels + static_cast<std::size_t>(ranks) * channel_bytes, 4096)) {}
 
 }  // namespace lockstep::shm

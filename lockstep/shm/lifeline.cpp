@@ -7,16 +7,16 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
-#include <cstring>
 
 #include "lockstep/base/str.h"
+#include "lockstep/shm/descriptors.h"
 #include "lockstep/shm/errors.h"
 
 namespace lockstep::shm {
 namespace {
 
 // A plain table of atomics: the forked child may take no lock.
-constexpr std::size_t kMostLifelines = 4096;
+constexpr std::size_t kMostLifelines = 64;
 std::array<std::atomic<int>, kMostLifelines>& kept_ends() {
   static auto& table = *[] {
     auto* made = new std::array<std::atomic<int>, kMostLifelines>;
@@ -48,14 +48,14 @@ std::pair<UniqueFd, UniqueFd> make_lifeline() {
   fork_generation();
   int ends[2] = {-1, -1};
   if (::pipe2(ends, O_CLOEXEC) != 0) {
-    throw MemoryError(str("[lockstep/shm] a pipe could not be made: ", std::strerror(errno),
-                          ". Is the limit on open files too low (ulimit -n)?"));
+    throw MemoryError(str("[lockstep/shm] a pipe could not be made: ", describe_error(errno)));
   }
+  std::pair<UniqueFd, UniqueFd> made{ends[1], ends[0]};
   for (auto& entry : kept_ends()) {
     int none = -1;
-    if (entry.compare_exchange_strong(none, ends[1])) break;
+    if (entry.compare_exchange_strong(none, ends[1])) return made;
   }
-  return {UniqueFd(ends[1]), UniqueFd(ends[0])};
+  throw MemoryError(str("[lockstep/shm] this process has ", kMostLifelines, " lifelines, and there are no more"));
 }
 
 void forget_lifeline(int fd) {

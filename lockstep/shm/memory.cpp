@@ -12,13 +12,18 @@
 #include <utility>
 
 #include "lockstep/base/str.h"
+#include "lockstep/shm/descriptors.h"
 #include "lockstep/shm/errors.h"
 
 namespace lockstep::shm {
 namespace {
 
+// Not in the headers of older systems.
+constexpr int kPopulateWrite = 23;
+constexpr std::size_t kPage = 4096;
+
 [[noreturn]] void fail(const std::string& what, const char* call, const std::string& advice = "") {
-  throw MemoryError(str("[lockstep/shm] ", what, ": ", call, " failed: ", std::strerror(errno), advice));
+  throw MemoryError(str("[lockstep/shm] ", what, ": ", call, " failed: ", describe_error(errno), advice));
 }
 
 /// The number in a file of the kernel's, or `otherwise`: "max" and files that are not there mean no limit.
@@ -124,10 +129,29 @@ void SharedMemory::commit(std::size_t offset, std::size_t bytes) {
     throw MemoryError(str("[lockstep/shm] ", readable_bytes(bytes), " of shared memory are wanted, but only ",
                           readable_bytes(available), " are free here. Use smaller tensors or fewer ranks per host."));
   }
-  while (::fallocate(fd_.get(), 0, static_cast<off_t>(offset), static_cast<off_t>(bytes)) != 0) {
-    if (errno == EINTR) continue;
-    fail(str(readable_bytes(bytes), " of shared memory"), "fallocate");
+  const auto begin = offset / kPage * kPage;
+  const auto length = offset + bytes - begin;
+  while ((fd_ ? ::fallocate(fd_.get(), 0, static_cast<off_t>(offset), static_cast<off_t>(bytes))
+              : ::madvise(data_ + begin, length, kPopulateWrite)) != 0) {
+    if (errno == EINTR || (!fd_ && errno == EAGAIN)) continue;
+    fail(str(readable_bytes(bytes), " of shared memory"), fd_ ? "fallocate" : "madvise");
   }
+}
+
+bool SharedMemory::commits_without_fd() {
+  static const bool is_known = [] {
+    void* page = ::mmap(nullptr, kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (page == MAP_FAILED) return false;
+    const bool is_done = ::madvise(page, kPage, kPopulateWrite) == 0;
+    ::munmap(page, kPage);
+    return is_done;
+  }();
+  return is_known;
+}
+
+bool SharedMemory::discard(std::size_t offset, std::size_t bytes) noexcept {
+  return ::fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
+                     static_cast<off_t>(bytes)) == 0;
 }
 
 std::size_t available_memory() {

@@ -25,12 +25,16 @@ class SharedMemory {
   std::size_t size() const { return size_; }
   /// To pass on; -1 once forgotten.
   int fd() const { return fd_.get(); }
-  /// The mapping needs no descriptor any more. Rules out commit().
+  /// The mapping needs no descriptor any more. Rules out commit() unless commits_without_fd(), and discard().
   void forget_fd() { fd_.reset(); }
+  /// Whether the kernel knows how (Linux 5.14).
+  static bool commits_without_fd();
 
   /// Makes sure that the pages of this range exist, so that touching them cannot fail. Throws MemoryError if there is
   /// not enough memory; without this, running out would be a SIGBUS in whoever touches the page.
   void commit(std::size_t offset, std::size_t bytes);
+  /// Gives whole pages back to the machine. Whoever touches them again finds zeros. False if that failed.
+  bool discard(std::size_t offset, std::size_t bytes) noexcept;
 
  private:
   void map(const std::string& what);

@@ -4,6 +4,7 @@
 
 #include "lockstep/base/str.h"
 #include "lockstep/shm/errors.h"
+#include "lockstep/shm/lifeline.h"
 
 namespace lockstep::shm {
 namespace {
@@ -19,15 +20,20 @@ std::size_t round_up(std::size_t bytes, std::size_t to) {
 
 }  // namespace
 
-Pool::Pool(std::shared_ptr<Team> team)
-    : team_(std::move(team)),
-      memory_(*team_->pool_memory()),
-      begin_(team_->layout().pool),
-      committed_end_(begin_),
-      free_{{begin_, memory_.size() - begin_}} {}
+Pool::Pool(std::size_t reserve)
+    : home_(fork_generation()),
+      reserve_(reserve),
+      // No mapping is empty, not even that of a pool without reserve.
+      memory_(SharedMemory::create("lockstep-pool", std::max(reserve, kPage))),
+      free_{{0, reserve}} {}
+
+/// The forked process has a copy of the books, of which the owner knows nothing.
+bool Pool::is_at_home() const {
+  return fork_generation() == home_;
+}
 
 /// First fit. The free list's last entry reaches to the end of the reserve, so memory is reused before it grows.
-std::size_t Pool::take(std::size_t bytes, std::size_t alignment) {
+std::size_t Pool::take(std::size_t bytes, std::size_t alignment, const std::string& who) {
   for (auto each = free_.begin(); each != free_.end(); ++each) {
     const auto [offset, length] = *each;
     const auto at = round_up(offset, alignment);
@@ -38,20 +44,22 @@ std::size_t Pool::take(std::size_t bytes, std::size_t alignment) {
     if (offset + length > at + bytes) free_[at + bytes] = offset + length - at - bytes;
     return at;
   }
-  throw MemoryError(str(team_->seat().who(), ": ", readable_bytes(bytes), " do not fit into the ",
-                        readable_bytes(memory_.size() - begin_),
-                        " reserved for zero-copy tensors of a rank. Raise LOCKSTEP_SHM_RESERVE_BYTES."));
+  throw MemoryError(str(who, ": ", readable_bytes(bytes), " do not fit into the ", readable_bytes(reserve_),
+                        " reserved for zero-copy tensors of a process. Raise LOCKSTEP_SHM_RESERVE_BYTES."));
 }
 
-std::byte* Pool::allocate(std::size_t bytes) {
+std::byte* Pool::allocate(std::size_t bytes, const std::string& who) {
+  if (!is_at_home()) {
+    throw MemoryError(str(who, ": this process was forked off the rank's and may not use its shared memory"));
+  }
   // What exceeds the whole reserve is not rounded up: the number could wrap around.
   const auto wanted =
-      bytes > memory_.size() ? bytes : round_up(std::max<std::size_t>(bytes, 1), bytes >= kPage ? kPage : kLine);
+      bytes > reserve_ ? bytes : round_up(std::max<std::size_t>(bytes, 1), bytes >= kPage ? kPage : kLine);
   const std::lock_guard lock(mutex_);
-  const auto at = take(wanted, bytes >= kPage ? kPage : kLine);
+  const auto at = take(wanted, bytes >= kPage ? kPage : kLine, who);
   blocks_[at] = wanted;
   if (at + wanted > committed_end_) {
-    const auto end = std::min(memory_.size(), std::max(round_up(at + wanted, kPage), committed_end_ + kGrowth));
+    const auto end = std::min(reserve_, std::max(round_up(at + wanted, kPage), committed_end_ + kGrowth));
     try {
       memory_.commit(committed_end_, end - committed_end_);
     } catch (...) {
@@ -64,6 +72,7 @@ std::byte* Pool::allocate(std::size_t bytes) {
 }
 
 void Pool::free(std::byte* at) noexcept {
+  if (!is_at_home()) return;
   const std::lock_guard lock(mutex_);
   give_back(static_cast<std::size_t>(at - memory_.data()));
 }
@@ -89,6 +98,16 @@ void Pool::give_back(std::size_t offset) {
   free_[offset] = bytes;
 }
 
+void Pool::trim() noexcept {
+  if (!is_at_home()) return;
+  const std::lock_guard lock(mutex_);
+  if (free_.empty()) return;
+  const auto [offset, bytes] = *free_.rbegin();
+  const auto begin = round_up(offset, kPage);
+  if (offset + bytes < committed_end_ || begin >= committed_end_) return;
+  if (memory_.discard(begin, committed_end_ - begin)) committed_end_ = begin;
+}
+
 std::size_t Pool::used() const {
   const std::lock_guard lock(mutex_);
   std::size_t bytes = 0;
@@ -98,7 +117,7 @@ std::size_t Pool::used() const {
 
 std::size_t Pool::committed() const {
   const std::lock_guard lock(mutex_);
-  return committed_end_ - begin_;
+  return committed_end_;
 }
 
 }  // namespace lockstep::shm

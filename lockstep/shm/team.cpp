@@ -1,6 +1,5 @@
 #include "lockstep/shm/team.h"
 
-#include <poll.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -11,25 +10,13 @@
 #include <new>
 #include <unordered_map>
 
-#include "lockstep/base/env.h"
 #include "lockstep/base/str.h"
 #include "lockstep/shm/errors.h"
 #include "lockstep/shm/lifeline.h"
 #include "lockstep/shm/meeting.h"
+#include "lockstep/shm/process.h"
 
 namespace lockstep::shm {
-namespace {
-
-/// Address space for zero-copy tensors of one rank. It costs nothing until used, but there is not without end of it.
-std::size_t pool_reserve(int ranks) {
-  constexpr std::size_t kMostPerTeam = std::size_t{8} << 40;
-  const auto wanted = env_integer(env, "LOCKSTEP_SHM_RESERVE_BYTES");
-  const auto reserve = wanted ? static_cast<std::size_t>(*wanted) : total_memory();
-  return std::min(reserve, kMostPerTeam / static_cast<std::size_t>(ranks)) / 4096 * 4096;
-}
-
-}  // namespace
-
 std::string Seat::name_of(int rank) const {
   return names.empty() ? std::to_string(rank) : std::to_string(names[static_cast<std::size_t>(rank)]);
 }
@@ -44,7 +31,7 @@ std::string Seat::who() const {
 struct Team::Room {
   explicit Room(int size) : ranks(static_cast<std::size_t>(size)) {
     const Layout layout(size);
-    bytes = layout.pool;
+    bytes = layout.bytes;
     for (auto& rank : ranks) {
       // Untouched pages cost nothing: channels may never be used.
       void* at = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -83,8 +70,7 @@ void Team::leave() {
 
 Team::~Team() {
   leave();
-  if (!is_at_home()) own_lifeline_.release();  // closed at the fork; the number may be another file's by now
-  if (own_lifeline_) forget_lifeline(own_lifeline_.get());
+  if (process_) process_->pool().trim();
 }
 
 std::shared_ptr<Team> Team::of_threads(Seat seat, const std::string& key) {
@@ -124,26 +110,38 @@ std::shared_ptr<Team> Team::of_threads(Seat seat, const std::string& key) {
 
 std::shared_ptr<Team> Team::of_processes(Seat seat, const std::function<std::string(const std::string&)>& agree) {
   const std::shared_ptr<Team> team(new Team(std::move(seat)));
-  const auto& layout = team->layout_;
-  auto memory = SharedMemory::create("lockstep", layout.pool + pool_reserve(team->size()));
-  memory.commit(0, layout.channels);
-  new (memory.data()) Lane;
-  auto [lifeline, watched_end] = make_lifeline();
-  team->own_lifeline_ = std::move(lifeline);
-
-  auto found = meet(team->seat_, {.memory = memory.fd(), .lifeline = watched_end.get()}, agree);
-  team->memories_.resize(static_cast<std::size_t>(team->size()));
-  team->memories_[static_cast<std::size_t>(team->rank())] = std::move(memory);
-  for (int rank = 0; rank < team->size(); ++rank) {
-    auto& peer = found[static_cast<std::size_t>(rank)];
-    auto& mapped = team->memories_[static_cast<std::size_t>(rank)];
-    if (rank != team->rank()) {
-      mapped = SharedMemory::attach(str("memory of rank ", team->seat_.name_of(rank)), std::move(peer.memory));
-      mapped.forget_fd();
-    }
-    team->bases_[static_cast<std::size_t>(rank)] = mapped.data();
-    team->lifelines_.push_back(std::move(peer.lifeline));
+  const auto me = static_cast<std::size_t>(team->rank());
+  const auto ranks = static_cast<std::size_t>(team->size());
+  team->memories_.resize(ranks);
+  team->others_.resize(ranks);
+  team->pools_.resize(ranks);
+  auto& memory = team->memories_[me];
+  try {
+    memory = SharedMemory::create("lockstep-team", team->layout_.bytes);
+    memory.commit(0, team->layout_.channels);
+    team->process_ = OwnProcess::get(team->size());
+  } catch (const std::exception& error) {
+    complain(agree, error.what());
+    throw;
   }
+  team->bases_[me] = memory.data();
+  new (memory.data()) Lane;
+
+  std::vector<Peer> found;
+  try {
+    found = meet(team->seat_, {.memory = memory, .process = *team->process_}, agree);
+  } catch (const std::exception& error) {
+    team->fail(error.what());  // for those who have met already
+    throw;
+  }
+  for (std::size_t rank = 0; rank < ranks; ++rank) {
+    if (rank != me) team->memories_[rank] = std::move(found[rank].memory);
+    team->bases_[rank] = team->memories_[rank].data();
+    team->others_[rank] = std::move(found[rank].process);
+    const auto& other = team->others_[rank];
+    team->pools_[rank] = other ? other->pool() : team->process_->pool().memory().data();
+  }
+  if (SharedMemory::commits_without_fd()) memory.forget_fd();
   return team;
 }
 
@@ -163,10 +161,11 @@ void Team::open_channel(int to) {
 
 std::optional<std::uint64_t> Team::locate(const std::byte* at, std::size_t bytes) const {
   if (room_) return reinterpret_cast<std::uint64_t>(at);
-  const auto& mine = memories_[static_cast<std::size_t>(rank())];
-  const std::byte* pool = mine.data() + layout_.pool;
-  if (at < pool || at + bytes > mine.data() + mine.size()) return std::nullopt;
-  return static_cast<std::uint64_t>(at - mine.data());
+  return process_->pool().locate(at, bytes);
+}
+
+std::shared_ptr<Pool> Team::pool() const {
+  return room_ ? nullptr : std::shared_ptr<Pool>(process_, &process_->pool());
 }
 
 bool Team::is_at_home() const {
@@ -192,9 +191,9 @@ std::optional<std::string> Team::failure() const {
 
 bool Team::is_gone(int rank) const {
   if (has_left(rank)) return true;
-  if (room_ || rank == this->rank()) return false;
-  pollfd lifeline = {.fd = lifelines_[static_cast<std::size_t>(rank)].get(), .events = 0, .revents = 0};
-  return ::poll(&lifeline, 1, 0) > 0 && (lifeline.revents & (POLLHUP | POLLERR)) != 0;
+  if (room_) return false;
+  const auto& other = others_[static_cast<std::size_t>(rank)];
+  return other && other->is_gone();
 }
 
 }  // namespace lockstep::shm

@@ -1,8 +1,9 @@
 // The ranks of one host that share memory: who they are, what each one shows, and how the others notice that one is
 // gone. Made collectively; afterwards each rank uses its own Team object, from one thread at a time.
 //
-// Processes meet at a Unix socket without a name in the file system and pass each other two descriptors: their memory,
-// and the read end of a pipe whose write end only they hold. The kernel closes it when they die, whatever the cause.
+// Processes meet at a Unix socket without a name in the file system and show each other memory of the team's own. Their
+// pools for zero-copy tensors and the lifelines that the kernel cuts when they die belong to the processes, and serve
+// every team of theirs.
 #pragma once
 
 #include <chrono>
@@ -12,7 +13,6 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/base/unique_fd.h"
 #include "lockstep/shm/lane.h"
 #include "lockstep/shm/memory.h"
 
@@ -34,9 +34,16 @@ struct Seat {
   std::string who() const;
 };
 
+class OwnProcess;
+class PeerProcess;
+class Pool;
+
 class Team {
  public:
-  /// Ranks are processes of one host and user. `agree` returns rank 0's argument on every rank. Collective.
+  /// What a word begins with that tells why its rank cannot come.
+  static constexpr char kComplaint = '!';
+  /// Ranks are processes of one host and user, or threads of several. `agree` returns rank 0's argument on every rank,
+  /// or throws if some rank's is a complaint. Collective.
   static std::shared_ptr<Team> of_processes(Seat seat, const std::function<std::string(const std::string&)>& agree);
   /// Ranks are threads of this process that give the same key, which nobody used before. Collective.
   static std::shared_ptr<Team> of_threads(Seat seat, const std::string& key);
@@ -68,11 +75,11 @@ class Team {
   std::optional<std::uint64_t> locate(const std::byte* at, std::size_t bytes) const;
   std::byte* resolve(int rank, std::uint64_t location) const {
     // NOLINTNEXTLINE(performance-no-int-to-ptr): it was a pointer of this process
-    return room_ ? reinterpret_cast<std::byte*>(location) : base(rank) + location;
+    return room_ ? reinterpret_cast<std::byte*>(location) : pools_[static_cast<std::size_t>(rank)] + location;
   }
 
-  /// My memory for zero-copy tensors: nothing among threads, who need none.
-  SharedMemory* pool_memory() { return room_ ? nullptr : &memories_[seat_.rank]; }
+  /// My process's memory for zero-copy tensors, in this team and all others: nothing among threads, who need none.
+  std::shared_ptr<Pool> pool() const;
 
   /// False in a process forked off the one that made the team: there it must not speak for the rank.
   bool is_at_home() const;
@@ -96,11 +103,12 @@ class Team {
   const int home_;  // the fork_generation() of the process that made it
   const Layout layout_;
   std::vector<std::byte*> bases_;
-  std::vector<SharedMemory> memories_;  // processes: one per rank, mine with its descriptor
-  std::vector<UniqueFd> lifelines_;     // processes: hangs up when that rank is gone
-  std::shared_ptr<Room> room_;          // threads
-  UniqueFd own_lifeline_;
-  std::vector<bool> open_channels_;  // touched by the thread that sends
+  std::shared_ptr<Room> room_;                        // threads
+  std::vector<SharedMemory> memories_;                // processes: one per rank
+  std::shared_ptr<OwnProcess> process_;               // processes
+  std::vector<std::shared_ptr<PeerProcess>> others_;  // processes: nothing for ranks in this one
+  std::vector<std::byte*> pools_;                     // processes: as mapped here
+  std::vector<bool> open_channels_;                   // touched by the thread that sends
 };
 
 }  // namespace lockstep::shm

@@ -23,13 +23,13 @@ void free_block(void* context) {
 
 class ShmAllocator final : public c10::Allocator {
  public:
-  explicit ShmAllocator(std::shared_ptr<shm::Team> team) : pool_(std::make_shared<shm::Pool>(std::move(team))) {}
+  explicit ShmAllocator(const shm::Team& team) : pool_(team.pool()), who_(team.seat().who()) {}
 
   c10::DataPtr allocate(std::size_t bytes) override {
     if (bytes == 0) return {nullptr, c10::Device(c10::kCPU)};
     std::byte* at = nullptr;
     try {
-      at = pool_->allocate(bytes);
+      at = pool_->allocate(bytes, who_);
     } catch (const shm::MemoryError& error) {
       TORCH_CHECK_WITH(OutOfMemoryError, false, error.what());
     }
@@ -40,6 +40,7 @@ class ShmAllocator final : public c10::Allocator {
 
  private:
   const std::shared_ptr<shm::Pool> pool_;
+  const std::string who_;
 };
 
 /// The process's own, behind an owner that does not free it.
@@ -49,9 +50,9 @@ std::shared_ptr<c10::Allocator> ordinary_allocator() {
 
 }  // namespace
 
-std::shared_ptr<c10::Allocator> make_shm_allocator(std::shared_ptr<shm::Team> team) {
-  if (team->pool_memory() == nullptr) return ordinary_allocator();
-  return std::make_shared<ShmAllocator>(std::move(team));
+std::shared_ptr<c10::Allocator> make_shm_allocator(const shm::Team& team) {
+  if (!team.pool()) return ordinary_allocator();
+  return std::make_shared<ShmAllocator>(team);
 }
 
 }  // namespace lockstep::detail

@@ -1,4 +1,4 @@
-// Tensors in memory that all ranks of a shared-memory group have mapped. Internal to comm.
+// Tensors in memory that all ranks of this process's shared-memory groups have mapped. Internal to comm.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -11,6 +11,6 @@ namespace lockstep::detail {
 
 /// Among threads it is the ordinary CPU allocator: they reach each other's memory anyway. Thread-safe; what it hands
 /// out keeps the mapping alive, also beyond the group.
-std::shared_ptr<c10::Allocator> make_shm_allocator(std::shared_ptr<shm::Team> team);
+std::shared_ptr<c10::Allocator> make_shm_allocator(const shm::Team& team);
 
 }  // namespace lockstep::detail

@@ -2,6 +2,8 @@
 
 #include <ATen/EmptyTensor.h>
 
+#include <algorithm>
+
 #include "lockstep/comm/shm/call_spans.h"
 #include "lockstep/comm/shm/shm_allocator.h"
 #include "lockstep/comm/shm/shm_messages.h"
@@ -106,7 +108,10 @@ void ShmWork::perform(bool is_background) {
   } catch (const shm::PeerError& error) {
     // A slow rank may still write to tensors it reaches directly. They are kept for good: their owner must not give the
     // memory to something else.
-    if (team.shares_address_space()) new Call(spans.call());
+    const bool are_reached = std::any_of(spans.gives().begin(), spans.gives().end(), [&](const shm::Span& span) {
+      return team.locate(span.at, span.bytes).has_value();
+    });
+    if (are_reached) new Call(spans.call());
     throw c10::DistBackendError(error.what());
   } catch (const shm::MismatchError& error) {
     TORCH_CHECK(false, error.what());
@@ -125,7 +130,7 @@ ShmBackend::ShmBackend(std::shared_ptr<shm::Team> team, std::chrono::millisecond
       team_(std::move(team)),
       collectives_(std::make_shared<shm::Collectives>(team_)),
       queue_(std::make_shared<CallQueue>()),
-      allocator_(make_shm_allocator(team_)),
+      allocator_(make_shm_allocator(*team_)),
       messages_(std::make_shared<shm::Messages>(team_)) {}
 
 ShmBackend::~ShmBackend() {
@@ -153,7 +158,7 @@ void ShmBackend::shutdown() {
     if (!queue_->is_idle() && !team_->failure()) team_->fail(reason + " with collectives under way");
     queue_->close(reason);
     messages_->close(reason);
-    // Not left to the team's end: zero-copy tensors may keep it for long.
+    // Not left to the team's end: calls that nobody has collected may keep it for long.
     team_->leave();
   });
 }

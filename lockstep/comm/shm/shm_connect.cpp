@@ -43,7 +43,13 @@ c10::intrusive_ptr<ShmBackend> make_local_backend(const BackendRequest& request,
   int round = 0;
   const auto agree = [&](const std::string& value) {
     if (request.size == 1) return value;
-    return check_in(*request.store, str("agreed/", round++), what, group, value)[0];
+    const auto words = check_in(*request.store, str("agreed/", round++), what, group, value);
+    for (std::size_t rank = 0; rank < words.size(); ++rank) {
+      if (!words[rank].starts_with(shm::Team::kComplaint)) continue;
+      throw shm::PeerError(str("[lockstep/shm] rank ", group.global_ranks[static_cast<std::size_t>(request.rank)], ": ",
+                               what, " failed: rank ", group.global_ranks[rank], " gave up: ", words[rank].substr(1)));
+    }
+    return words[0];
   };
   shm::Seat seat{.rank = request.rank,
                  .size = request.size,

@@ -99,7 +99,7 @@ void work_until_a_peer_is_gone(int rank, unsigned seed, const std::string& path)
     std::_Exit(0);
   }
   if (env("LOCKSTEP_TEST_LATE")) std::this_thread::sleep_for(8s);
-  Pool pool(team);
+  auto& pool = *team->pool();
   std::mt19937 random(seed);
   std::vector<float> ordinary(200'000);
   auto* shared = reinterpret_cast<float*>(pool.allocate(ordinary.size() * sizeof(float)));

@@ -58,7 +58,7 @@ std::uint32_t steps_of(Collectives& collectives, const Span& span) {
 TEST(Collectives, PassNothingThroughSlotsIfAllTensorsAreShared) {
   run_ranks([](const std::shared_ptr<Team>& team) {
     Collectives collectives(team);
-    Pool pool(team);
+    auto& pool = *team->pool();
     constexpr std::size_t kBytes = 4 * kChunkBytes;
     std::vector<std::byte> ordinary(kBytes);
     EXPECT_EQ(steps_of(collectives, {ordinary.data(), kBytes}), 4U);

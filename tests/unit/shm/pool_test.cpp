@@ -1,4 +1,4 @@
-// Pools of a team of one: whoever shares the memory does not matter to whoever hands it out.
+// The pool of a team of one: whoever shares the memory does not matter to whoever hands it out.
 #include "lockstep/shm/pool.h"
 
 #include <gmock/gmock.h>
@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "lockstep/shm/errors.h"
+#include "lockstep/shm/team.h"
 
 namespace lockstep::shm {
 namespace {
@@ -36,7 +37,7 @@ std::shared_ptr<Team> team_of_one() {
 
 std::size_t existing_bytes(Team& team) {
   struct stat status = {};
-  EXPECT_EQ(::fstat(team.pool_memory()->fd(), &status), 0);
+  EXPECT_EQ(::fstat(team.pool()->memory().fd(), &status), 0);
   return static_cast<std::size_t>(status.st_blocks) * 512;
 }
 
@@ -45,7 +46,8 @@ std::uintptr_t number_of(const std::byte* at) {
 }
 
 TEST(Pool, AlignsSmallBlocksToLinesAndLargeOnesToPages) {
-  Pool pool(team_of_one());
+  const auto team = team_of_one();
+  auto& pool = *team->pool();
   for (const std::size_t bytes : {1, 7, 64, 65, 100, 4095, 1}) EXPECT_EQ(number_of(pool.allocate(bytes)) % 64, 0u);
   for (const std::size_t bytes : {4096, 4097, 1 << 20, 3'000'001, 5000}) {
     EXPECT_EQ(number_of(pool.allocate(bytes)) % 4096, 0u) << bytes;
@@ -55,7 +57,7 @@ TEST(Pool, AlignsSmallBlocksToLinesAndLargeOnesToPages) {
 
 TEST(Pool, HandsOutMemoryThatTheTeamCanName) {
   const auto team = team_of_one();
-  Pool pool(team);
+  auto& pool = *team->pool();
   auto* const at = pool.allocate(1000);
   const auto location = team->locate(at, 1000);
   ASSERT_TRUE(location);
@@ -67,7 +69,7 @@ TEST(Pool, HandsOutMemoryThatTheTeamCanName) {
 TEST(Pool, CommitsOnlyWhatIsAskedFor) {
   const auto team = team_of_one();
   const auto before = existing_bytes(*team);
-  Pool pool(team);
+  auto& pool = *team->pool();
   EXPECT_EQ(pool.committed(), 0u);
   EXPECT_EQ(pool.used(), 0u);
   EXPECT_EQ(existing_bytes(*team), before);
@@ -84,7 +86,8 @@ TEST(Pool, CommitsOnlyWhatIsAskedFor) {
 }
 
 TEST(Pool, DoesNotGrowWhenMemoryIsReused) {
-  Pool pool(team_of_one());
+  const auto team = team_of_one();
+  auto& pool = *team->pool();
   auto* const first = pool.allocate(kMiB);
   const auto committed = pool.committed();
   pool.free(first);
@@ -100,7 +103,8 @@ TEST(Pool, DoesNotGrowWhenMemoryIsReused) {
 TEST(Pool, MergesWhatWasFreedWhateverTheOrder) {
   // Freed first to last, last to first, and the middle one last.
   for (const auto& order : {std::vector{0, 1, 2, 3}, {3, 2, 1, 0}, {0, 2, 3, 1}, {1, 3, 0, 2}}) {
-    Pool pool(team_of_one());
+    const auto team = team_of_one();
+    auto& pool = *team->pool();
     std::byte* blocks[4];
     for (auto& block : blocks) block = pool.allocate(kMiB);
     auto* const guard = pool.allocate(64);
@@ -112,8 +116,33 @@ TEST(Pool, MergesWhatWasFreedWhateverTheOrder) {
   }
 }
 
+TEST(Pool, GivesPagesBehindItsLastBlockBackWhenATeamEnds) {
+  const auto team = team_of_one();
+  auto& pool = *team->pool();
+  auto* const kept = pool.allocate(100);
+  auto* const freed = pool.allocate(20 * kMiB);
+  std::memset(kept, 1, 100);
+  std::memset(freed, 1, 20 * kMiB);
+  pool.free(freed);
+  EXPECT_GE(existing_bytes(*team), 20 * kMiB);
+  team_of_one();
+  EXPECT_LT(existing_bytes(*team), 2 * kMiB);
+  EXPECT_EQ(pool.committed(), 4096U);
+  EXPECT_EQ(kept[99], std::byte{1});
+  auto* const again = pool.allocate(20 * kMiB);
+  EXPECT_EQ(again, freed);
+  EXPECT_GE(existing_bytes(*team), 20 * kMiB);
+  EXPECT_EQ(again[0], std::byte{0});
+  // What is in use stays, also behind a hole.
+  std::memset(again, 1, 20 * kMiB);
+  pool.free(kept);
+  team_of_one();
+  EXPECT_EQ(again[20 * kMiB - 1], std::byte{1});
+}
+
 TEST(Pool, FillsHolesBeforeItGrows) {
-  Pool pool(team_of_one());
+  const auto team = team_of_one();
+  auto& pool = *team->pool();
   auto* const first = pool.allocate(2 * kMiB);
   pool.allocate(64);
   const auto committed = pool.committed();
@@ -125,7 +154,8 @@ TEST(Pool, FillsHolesBeforeItGrows) {
 
 TEST(Pool, SaysThatTheReserveIsExhausted) {
   const ReserveScope reserve(4 * kMiB);
-  Pool pool(team_of_one());
+  const auto team = team_of_one();
+  auto& pool = *team->pool();
   auto* const most = pool.allocate(3 * kMiB);
   try {
     pool.allocate(2 * kMiB);
@@ -146,13 +176,15 @@ TEST(Pool, SaysThatTheReserveIsExhausted) {
 
 TEST(Pool, WithoutReserveHandsOutNothing) {
   const ReserveScope reserve(0);
-  Pool pool(team_of_one());
+  const auto team = team_of_one();
+  auto& pool = *team->pool();
   EXPECT_THROW(pool.allocate(1), MemoryError);
 }
 
 TEST(Pool, SaysThatTheMachineIsExhausted) {
   const ReserveScope reserve(2 * total_memory());
-  Pool pool(team_of_one());
+  const auto team = team_of_one();
+  auto& pool = *team->pool();
   auto* const before = pool.allocate(100);
   try {
     pool.allocate(total_memory() + total_memory() / 2);
@@ -166,7 +198,8 @@ TEST(Pool, SaysThatTheMachineIsExhausted) {
 }
 
 TEST(Pool, RefusesSizesThatDoNotFitANumber) {
-  Pool pool(team_of_one());
+  const auto team = team_of_one();
+  auto& pool = *team->pool();
   constexpr auto kMost = std::numeric_limits<std::size_t>::max();
   for (const auto bytes : {kMost, kMost - 1, kMost - 4095, kMost - 4096, kMost - (std::size_t{1} << 30)}) {
     EXPECT_THROW(pool.allocate(bytes), MemoryError) << bytes;
@@ -176,7 +209,8 @@ TEST(Pool, RefusesSizesThatDoNotFitANumber) {
 
 TEST(Pool, KeepsBlocksApart) {
   const ReserveScope reserve(64 * kMiB);
-  Pool pool(team_of_one());
+  const auto team = team_of_one();
+  auto& pool = *team->pool();
   std::mt19937 random(1);
   struct Block {
     std::byte* at;
@@ -203,7 +237,8 @@ TEST(Pool, KeepsBlocksApart) {
 }
 
 TEST(Pool, MayBeUsedByManyThreads) {
-  Pool pool(team_of_one());
+  const auto team = team_of_one();
+  auto& pool = *team->pool();
   std::vector<std::thread> threads;
   for (int thread = 0; thread < 4; ++thread) {
     threads.emplace_back([&, thread] {
