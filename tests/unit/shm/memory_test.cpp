@@ -47,6 +47,28 @@ TEST(SharedMemory, KeepsWhatIsThereWhenCommittedAgain) {
   EXPECT_EQ(memory.data()[17], std::byte{42});
 }
 
+TEST(SharedMemory, CommitsWithoutItsDescriptorWhereTheKernelCan) {
+  if (!SharedMemory::commits_without_fd()) GTEST_SKIP() << "the kernel is older than 5.14";
+  auto memory = SharedMemory::create("test", 1000 * kPage);
+  const auto fd = copy_of(memory);
+  memory.forget_fd();
+  memory.commit(kPage + 100, 3 * kPage);
+  struct stat status = {};
+  ASSERT_EQ(::fstat(fd.get(), &status), 0);
+  EXPECT_GE(static_cast<std::size_t>(status.st_blocks) * 512, 4 * kPage);
+  EXPECT_EQ(memory.data()[4 * kPage], std::byte{0});
+}
+
+TEST(SharedMemory, GivesPagesBack) {
+  auto memory = SharedMemory::create("test", 1000 * kPage);
+  memory.commit(0, 1000 * kPage);
+  std::memset(memory.data(), 1, 1000 * kPage);
+  EXPECT_TRUE(memory.discard(600 * kPage, 400 * kPage));
+  EXPECT_LE(pages_of(memory), 600U);
+  EXPECT_EQ(memory.data()[599 * kPage], std::byte{1});
+  EXPECT_EQ(memory.data()[600 * kPage], std::byte{0});
+}
+
 TEST(SharedMemory, RefusesToCommitMoreThanThereIs) {
   const auto wanted = 2 * total_memory();
   auto memory = SharedMemory::create("test", wanted);

@@ -1,0 +1,113 @@
+// Letters over a pair of sockets, with more enclosed than there is room for.
+#include "lockstep/shm/letter.h"
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <array>
+
+namespace lockstep::shm {
+namespace {
+
+using ::testing::HasSubstr;
+
+int count_open() {
+  int count = 0;
+  for (int fd = 0; fd < 1024; ++fd) count += ::fcntl(fd, F_GETFD) >= 0 ? 1 : 0;
+  return count;
+}
+
+class Letters : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    int ends[2] = {-1, -1};
+    ASSERT_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends), 0);
+    mine_.reset(ends[0]);
+    theirs_.reset(ends[1]);
+    for (auto& file : files_) file.reset(::open("/dev/null", O_RDWR | O_CLOEXEC));
+  }
+  std::array<int, 3> fds() const { return {files_[0].get(), files_[1].get(), files_[2].get()}; }
+
+  UniqueFd mine_;
+  UniqueFd theirs_;
+  UniqueFd files_[3];
+};
+
+TEST_F(Letters, ArriveWithWhatIsEnclosed) {
+  const auto all = fds();
+  ASSERT_TRUE(send_letter(mine_.get(), {.topic = Topic::kMemory, .rank = 3, .size = 5, .process = {7, 8}}, all));
+  ASSERT_TRUE(send_letter(mine_.get(), {.topic = Topic::kTable, .body = std::string(50'000, 'x')}));
+  Letter letter;
+  ASSERT_TRUE(receive_letter(theirs_.get(), letter));
+  EXPECT_EQ(letter.topic, Topic::kMemory);
+  EXPECT_EQ(letter.rank, 3);
+  EXPECT_EQ(letter.size, 5);
+  EXPECT_EQ(letter.process, (ProcessId{7, 8}));
+  EXPECT_EQ(letter.enclosed.size(), 3U);
+  ASSERT_TRUE(receive_letter(theirs_.get(), letter));
+  EXPECT_EQ(letter.body, std::string(50'000, 'x'));
+  EXPECT_TRUE(letter.enclosed.empty());
+}
+
+// With room for none, one and two of three.
+TEST_F(Letters, ThatDoNotFitTheLimitSaySoAndLeakNothing) {
+  const auto all = fds();
+  const int before = count_open();
+  rlimit usual = {};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &usual), 0);
+  for (const std::size_t room : {0, 1, 2}) {
+    ASSERT_TRUE(send_letter(mine_.get(), {.topic = Topic::kMemory}, all));
+    auto low = usual;
+    low.rlim_cur = 100;
+    ::setrlimit(RLIMIT_NOFILE, &low);
+    std::vector<UniqueFd> fillers;
+    for (int fd = -1; (fd = ::open("/dev/null", O_RDONLY | O_CLOEXEC)) >= 0;) fillers.emplace_back(fd);
+    fillers.resize(fillers.size() - room);
+    std::string message;
+    {
+      Letter letter;
+      try {
+        receive_letter(theirs_.get(), letter);
+      } catch (const Refusal& refusal) {
+        message = refusal.what();
+      }
+    }
+    fillers.clear();
+    ::setrlimit(RLIMIT_NOFILE, &usual);
+    EXPECT_THAT(message, HasSubstr("out of file descriptors: this process may have 100 open. Raise the limit"));
+    EXPECT_EQ(count_open(), before) << room;
+  }
+  Letter letter;
+  ASSERT_TRUE(send_letter(mine_.get(), {.topic = Topic::kMemory}, all));
+  EXPECT_TRUE(receive_letter(theirs_.get(), letter));
+  EXPECT_EQ(letter.enclosed.size(), 3U);
+}
+
+// Whoever goes says why before, and is heard though it did not read everything.
+TEST_F(Letters, AreReadWhenTheirSenderIsGone) {
+  ASSERT_TRUE(send_letter(mine_.get(), {.topic = Topic::kTable}));
+  ASSERT_TRUE(send_letter(theirs_.get(), {.topic = Topic::kFarewell, .body = "enough"}));
+  theirs_.reset();
+  EXPECT_FALSE(send_letter(mine_.get(), {.topic = Topic::kTable}));
+  Letter letter;
+  ASSERT_TRUE(receive_letter(mine_.get(), letter));
+  EXPECT_EQ(letter.body, "enough");
+  EXPECT_FALSE(receive_letter(mine_.get(), letter));
+}
+
+TEST_F(Letters, OfStrangersAreNone) {
+  const int fd = files_[0].get();
+  const int before = count_open();
+  ASSERT_EQ(::send(mine_.get(), "hello", 5, 0), 5);
+  Letter letter;
+  EXPECT_FALSE(receive_letter(theirs_.get(), letter));
+  ASSERT_GE(fd, 0);
+  EXPECT_EQ(count_open(), before);
+}
+
+}  // namespace
+}  // namespace lockstep::shm
