@@ -35,7 +35,7 @@ class ShmBackend final : public CallBackend {
   bool is_at_home() const;
 
  protected:
-  WorkPtr submit(Call call) override;
+  WorkPtr submit(Call&& call) override;
   uint64_t sequence_number() const override;
   bool takes_premul_sum() const override { return true; }
 
