@@ -129,7 +129,7 @@ class Launcher {
   }
 
   EnvironmentChanges environment(int local_rank) const {
-    EnvironmentChanges changes = rank_environment(layout_, local_rank);
+    EnvironmentChanges changes = variables_for_rank(layout_, local_rank);
     if (omp_threads_) changes["OMP_NUM_THREADS"] = std::to_string(*omp_threads_);
     // As torchrun does.
     constexpr const char* kNcclErrors = "TORCH_NCCL_ASYNC_ERROR_HANDLING";

@@ -3,6 +3,7 @@
 
 #include "lockstep/comm/agreement.h"
 #include "lockstep/comm/barrier.h"
+#include "lockstep/comm/call_label.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/failure_notice.h"
 #include "lockstep/comm/objects.h"

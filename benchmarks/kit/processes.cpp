@@ -46,7 +46,7 @@ void run_ranks(int world_size, const std::vector<std::string>& arguments, const 
   const auto program = own_program();
   std::vector<RankSpec> ranks;
   for (int rank = 0; rank < world_size; ++rank) {
-    RankSpec spec{.rank = rank, .argv = {program}, .environment = rank_environment(layout, rank)};
+    RankSpec spec{.rank = rank, .argv = {program}, .environment = variables_for_rank(layout, rank)};
     spec.argv.insert(spec.argv.end(), arguments.begin(), arguments.end());
     if (omp_threads) spec.environment["OMP_NUM_THREADS"] = std::to_string(*omp_threads);
     ranks.push_back(std::move(spec));

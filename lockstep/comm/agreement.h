@@ -15,7 +15,8 @@ using Facts = std::vector<std::pair<std::string, std::string>>;
 
 /// Throws the same c10::Error on every rank of `group` unless all ranks pass the same facts: it says which fact differs
 /// and what each rank has. Collective and blocking; the group stays usable.
-void check_same_on_all_ranks(const std::string& what, const Facts& facts, const GroupPtr& group);
-void check_same_on_all_ranks(const std::string& what, const std::string& value, const GroupPtr& group);
+void check_same_on_all_ranks(const std::string& what, const Facts& facts, const GroupPtr& group = default_group());
+void check_same_on_all_ranks(const std::string& what, const std::string& value,
+                             const GroupPtr& group = default_group());
 
 }  // namespace lockstep

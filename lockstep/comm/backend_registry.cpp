@@ -6,6 +6,7 @@
 
 #include "lockstep/base/str.h"
 #include "lockstep/comm/builtin_backends.h"
+#include "lockstep/comm/call_backend.h"
 
 namespace lockstep {
 namespace {
@@ -13,7 +14,17 @@ namespace {
 struct Entry {
   std::vector<c10::DeviceType> devices;
   BackendFactory factory;
+  std::optional<BackendTraits> traits = std::nullopt;
 };
+
+// Not every release of gloo averages, it coalesces CPU tensors only, and its reduce-scatter runs inside wait().
+constexpr BackendTraits kGlooTraits{.averages = false,
+                                    .coalesces = false,
+                                    .has_reduce_scatter_futures = false,
+                                    .names_missing_ranks = false,
+                                    .starts_concurrently = false};
+// Its errors name nobody, but a wait only enqueues: there is nothing to look after.
+constexpr BackendTraits kNcclTraits{.runs_on_current_stream = true};
 
 struct Registry {
   std::mutex mutex;
@@ -24,10 +35,10 @@ Registry& registry() {
   // Built-ins are entered here, not by static initialisers: a linker may drop those from a static library.
   static Registry& instance = [&]() -> Registry& {
     auto& made = *new Registry;
-    made.entries["gloo"] = {{c10::kCPU, c10::kCUDA}, detail::make_gloo_backend};
+    made.entries["gloo"] = {{c10::kCPU, c10::kCUDA}, detail::make_gloo_backend, kGlooTraits};
     made.entries["shm"] = {{c10::kCPU}, detail::make_shm_backend};
     made.entries["threads"] = {{c10::kCPU, c10::kCUDA}, detail::make_thread_backend};
-    if (auto nccl = detail::nccl_backend_factory()) made.entries["nccl"] = {{c10::kCUDA}, *nccl};
+    if (auto nccl = detail::nccl_backend_factory()) made.entries["nccl"] = {{c10::kCUDA}, *nccl, kNcclTraits};
     return made;
   }();
   return instance;
@@ -50,19 +61,32 @@ Entry find_entry(const std::string& name) {
 
 }  // namespace
 
-void register_backend(const std::string& name, std::vector<c10::DeviceType> devices, BackendFactory factory) {
+void register_backend(const std::string& name, std::vector<c10::DeviceType> devices, BackendFactory factory,
+                      std::optional<BackendTraits> traits) {
   TORCH_CHECK(!name.empty() && name.find_first_of(":,") == std::string::npos, "[lockstep/comm] '", name,
               "' is no backend name: ':' and ',' have a meaning in backend strings");
   TORCH_CHECK(!devices.empty(), "[lockstep/comm] backend '", name, "' serves no device");
   auto& all = registry();
   const std::lock_guard lock(all.mutex);
-  all.entries[name] = {std::move(devices), std::move(factory)};
+  all.entries[name] = {std::move(devices), std::move(factory), traits};
 }
 
 bool is_backend_registered(const std::string& name) {
   auto& all = registry();
   const std::lock_guard lock(all.mutex);
   return all.entries.contains(name);
+}
+
+std::optional<BackendTraits> registered_traits(const std::string& name) {
+  auto& all = registry();
+  const std::lock_guard lock(all.mutex);
+  const auto found = all.entries.find(name);
+  return found == all.entries.end() ? std::nullopt : found->second.traits;
+}
+
+BackendTraits traits_of(const c10d::Backend& backend) {
+  if (const auto* ours = dynamic_cast<const CallBackend*>(&backend)) return ours->traits();
+  return registered_traits(backend.getBackendName()).value_or(BackendTraits{});
 }
 
 BackendPtr make_backend(const std::string& name, const BackendRequest& request) {

@@ -3,11 +3,14 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "lockstep/comm/backend_traits.h"
 
 namespace lockstep {
 
@@ -28,13 +31,22 @@ using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 /// Makes this rank's end of a group. Collective over the group's ranks.
 using BackendFactory = std::function<BackendPtr(const BackendRequest& request)>;
 
-/// Adds a backend, or replaces the one of that name. `devices`: where its tensors may live. Thread-safe.
-void register_backend(const std::string& name, std::vector<c10::DeviceType> devices, BackendFactory factory);
+/// Adds a backend, or replaces the one of that name. `devices`: where its tensors may live. `traits`: what it can and
+/// cannot do; without them, what the backend says of itself (traits_of()). Thread-safe.
+void register_backend(const std::string& name, std::vector<c10::DeviceType> devices, BackendFactory factory,
+                      std::optional<BackendTraits> traits = std::nullopt);
 
 bool is_backend_registered(const std::string& name);
 
 /// Makes a backend by name; refuses unknown names and lists the known ones.
 BackendPtr make_backend(const std::string& name, const BackendRequest& request);
+
+/// The traits stated when `name` was registered, if they were.
+std::optional<BackendTraits> registered_traits(const std::string& name);
+
+/// What one of our backends says of itself, or the traits registered under the name another goes by (getBackendName());
+/// the defaults for an unknown one.
+BackendTraits traits_of(const c10d::Backend& backend);
 
 /// Parses Python's backend strings, "gloo" or "cpu:gloo,cuda:nccl", into device and backend names, in device order.
 /// Refuses unknown backends, devices given twice, and devices a backend cannot serve.

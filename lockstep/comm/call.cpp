@@ -6,7 +6,6 @@
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
-#include <mutex>
 
 #include "lockstep/base/str.h"
 
@@ -69,17 +68,33 @@ std::size_t Call::bytes() const {
   return total;
 }
 
-std::string Call::describe() const {
-  std::string text = str(name_of(kind), "(");
-  const auto& shown = subjects();
-  if (is_reduction(kind)) text += str(name_of(op), shown.empty() ? "" : ", ");
+namespace {
+
+std::string operation_text(const Call& call) {
+  std::string text = str(name_of(call.kind), "(");
+  const auto& shown = call.subjects();
+  if (is_reduction(call.kind)) text += str(name_of(call.op), shown.empty() ? "" : ", ");
   constexpr std::size_t kMostShown = 4;
   for (std::size_t i = 0; i < shown.size() && i < kMostShown; ++i) {
-    text += str(i == 0 ? "" : ", ", lockstep::describe(shown[i]));
+    text += str(i == 0 ? "" : ", ", describe(shown[i]));
   }
   if (shown.size() > kMostShown) text += str(", … ", shown.size(), " tensors");
-  if (has_root(kind)) text += str(", root ", root);
+  if (has_root(call.kind)) text += str(", root ", call.root);
   return text + ")";
+}
+
+std::string suffix(const CallLabel& label) {
+  return label.empty() ? "" : " of " + label.str();
+}
+
+}  // namespace
+
+std::string Call::describe() const {
+  return operation_text(*this) + suffix(label);
+}
+
+std::string Call::describe(uint64_t sequence) const {
+  return str(operation_text(*this), " #", sequence, suffix(label));
 }
 
 namespace {
@@ -101,24 +116,50 @@ std::optional<std::string> find_split_problem(const at::Tensor& tensor, const st
 }
 
 std::optional<std::string> find_tensor_problem(const Call& call) {
-  at::Tensor first;
+  const at::Tensor* first = nullptr;
   for (const auto* tensors : {&call.inputs, &call.outputs}) {
     for (const auto& tensor : *tensors) {
       if (!tensor.defined()) return "a tensor is undefined";
       if (tensor.layout() != at::kStrided) return str(describe(tensor), " is not dense");
-      if (!first.defined()) first = tensor;
-      if (tensor.scalar_type() == first.scalar_type() && tensor.device() == first.device()) continue;
-      return str("tensors must share dtype and device: ", describe(first), " on ", first.device().str(), " and ",
+      if (first == nullptr) first = &tensor;
+      if (tensor.scalar_type() == first->scalar_type() && tensor.device() == first->device()) continue;
+      return str("tensors must share dtype and device: ", describe(*first), " on ", first->device().str(), " and ",
                  describe(tensor), " on ", tensor.device().str());
     }
   }
   return std::nullopt;
 }
 
+/// Kinds that give or get one tensor, not a list.
+std::optional<std::string> find_count_problem(const Call& call) {
+  const auto not_one = [](const std::vector<at::Tensor>& tensors, const char* what) -> std::optional<std::string> {
+    if (tensors.size() == 1) return std::nullopt;
+    return str("takes one ", what, ", got ", tensors.size());
+  };
+  switch (call.kind) {
+    case CallKind::kReduce:
+    case CallKind::kBroadcast:
+      return not_one(call.inputs, "tensor");
+    case CallKind::kGather:
+      return not_one(call.inputs, "input");
+    case CallKind::kReduceScatter:
+      if (call.outputs.empty()) return "there is no output";
+      return not_one(call.outputs, "output");
+    case CallKind::kScatter:
+      return not_one(call.outputs, "output");
+    case CallKind::kAllToAllSingle:
+      if (auto problem = not_one(call.inputs, "input")) return problem;
+      return not_one(call.outputs, "output");
+    default:
+      return std::nullopt;
+  }
+}
+
 }  // namespace
 
 std::optional<std::string> find_problem(const Call& call, int rank, int size) {
   if (auto problem = find_tensor_problem(call)) return problem;
+  if (auto problem = find_count_problem(call)) return problem;
   if (call.root < 0 || call.root >= size) return str("root ", call.root, " is not in a group of ", size);
   const bool is_root = call.root == rank;
   const auto wrong_count = [&](const std::vector<at::Tensor>& tensors, const char* what) -> std::optional<std::string> {
@@ -138,7 +179,6 @@ std::optional<std::string> find_problem(const Call& call, int rank, int size) {
       }
       return std::nullopt;
     case CallKind::kReduceScatter:
-      if (call.outputs.empty()) return "there is no output";
       if (auto problem = wrong_count(call.inputs, "inputs")) return problem;
       if (call.outputs[0].numel() == call.inputs[rank].numel()) return std::nullopt;
       return str("the output ", describe(call.outputs[0]), " must have the elements of inputs[", rank, "], ",
@@ -196,107 +236,6 @@ std::vector<at::Tensor> pieces_of(const at::Tensor& tensor, const std::vector<in
     return tensor.split(tensor.size(0) / count);
   }
   return tensor.split_with_sizes(splits);
-}
-
-namespace {
-
-template <class Options>
-Options options_for(const Call& call) {
-  Options options;
-  options.timeout = call.timeout;
-  if constexpr (requires { options.reduceOp; }) {
-    // Its constructor refuses PREMUL_SUM; the supplement by its old name, which all releases know.
-    options.reduceOp.op_ = call.op;
-    if (call.op == ReduceOp::PREMUL_SUM) {
-      options.reduceOp.supplement_ = c10::make_intrusive<c10d::NCCLPreMulSumSupplement>(call.factor);
-    }
-  }
-  if constexpr (requires { options.rootRank; }) options.rootRank = call.root;
-  options.asyncOp = call.is_async;
-  return options;
-}
-
-/// The single-tensor forms are about elements, not shapes, but gloo compares shapes: show it flat tensors. Our own
-/// backends take strided ones, and copy them when the call's turn has come, not now.
-void flatten(std::vector<at::Tensor>& inputs, std::vector<at::Tensor>& outputs, const std::string& backend) {
-  const bool copies = backend == "gloo" || backend == "nccl";
-  for (auto& input : inputs) {
-    if (copies || input.is_contiguous()) input = input.detach().reshape({-1});
-  }
-  for (auto& output : outputs) {
-    TORCH_CHECK(output.is_contiguous(), "the output ", describe(output), " must be contiguous");
-    output = output.detach().view({-1});
-  }
-}
-
-}  // namespace
-
-c10::intrusive_ptr<c10d::Work> dispatch(c10d::Backend& backend, const Call& call) {
-  // Every gloo group notes its calls in one recorder of the process, which libtorch guards only in part: the first call
-  // of a group changes a map that others read. Calls only start here, so nobody waits long.
-  static std::mutex gloo_starts;
-  std::unique_lock lock(gloo_starts, std::defer_lock);
-  if (backend.getBackendName() == "gloo") lock.lock();
-  auto inputs = call.inputs;
-  auto outputs = call.outputs;
-  if (call.kind == CallKind::kAllGatherSingle || call.kind == CallKind::kReduceScatterSingle) {
-    flatten(inputs, outputs, backend.getBackendName());
-  }
-  switch (call.kind) {
-    case CallKind::kAllReduce:
-      if (inputs.size() == 1) return backend.allreduce(inputs, options_for<c10d::AllreduceOptions>(call));
-      return backend.allreduce_coalesced(inputs, options_for<c10d::AllreduceCoalescedOptions>(call));
-    case CallKind::kReduce:
-      return backend.reduce(inputs, options_for<c10d::ReduceOptions>(call));
-    case CallKind::kBroadcast:
-      return backend.broadcast(inputs, options_for<c10d::BroadcastOptions>(call));
-    case CallKind::kAllGather: {
-      if (inputs.size() == 1) {
-        std::vector<std::vector<at::Tensor>> lists = {outputs};
-        return backend.allgather(lists, inputs, options_for<c10d::AllgatherOptions>(call));
-      }
-      std::vector<std::vector<at::Tensor>> lists;
-      for (auto from = outputs.begin(); from != outputs.end(); from += static_cast<std::ptrdiff_t>(inputs.size())) {
-        lists.emplace_back(from, from + static_cast<std::ptrdiff_t>(inputs.size()));
-      }
-      return backend.allgather_coalesced(lists, inputs, options_for<c10d::AllgatherOptions>(call));
-    }
-    case CallKind::kAllGatherSingle:
-      if (inputs.size() == 1) {
-        return backend._allgather_base(outputs[0], inputs[0], options_for<c10d::AllgatherOptions>(call));
-      }
-      return backend.allgather_into_tensor_coalesced(outputs, inputs, options_for<c10d::AllgatherOptions>(call));
-    case CallKind::kReduceScatter: {
-      std::vector<std::vector<at::Tensor>> lists = {inputs};
-      return backend.reduce_scatter(outputs, lists, options_for<c10d::ReduceScatterOptions>(call));
-    }
-    case CallKind::kReduceScatterSingle:
-      if (inputs.size() == 1) {
-        return backend._reduce_scatter_base(outputs[0], inputs[0], options_for<c10d::ReduceScatterOptions>(call));
-      }
-      return backend.reduce_scatter_tensor_coalesced(outputs, inputs, options_for<c10d::ReduceScatterOptions>(call));
-    case CallKind::kGather: {
-      std::vector<std::vector<at::Tensor>> lists;
-      if (!outputs.empty()) lists.push_back(outputs);
-      return backend.gather(lists, inputs, options_for<c10d::GatherOptions>(call));
-    }
-    case CallKind::kScatter: {
-      std::vector<std::vector<at::Tensor>> lists;
-      if (!inputs.empty()) lists.push_back(inputs);
-      return backend.scatter(outputs, lists, options_for<c10d::ScatterOptions>(call));
-    }
-    case CallKind::kAllToAll:
-      return backend.alltoall(outputs, inputs, options_for<c10d::AllToAllOptions>(call));
-    case CallKind::kAllToAllSingle: {
-      auto output_splits = call.output_splits;
-      auto input_splits = call.input_splits;
-      return backend.alltoall_base(outputs[0], inputs[0], output_splits, input_splits,
-                                   options_for<c10d::AllToAllOptions>(call));
-    }
-    case CallKind::kBarrier:
-      return backend.barrier(options_for<c10d::BarrierOptions>(call));
-  }
-  TORCH_INTERNAL_ASSERT(false, "unknown call kind ", static_cast<int>(call.kind));
 }
 
 }  // namespace lockstep

@@ -12,6 +12,8 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "lockstep/comm/call_label.h"
+
 namespace lockstep {
 
 using ReduceOp = c10d::ReduceOp::RedOpType;
@@ -51,6 +53,8 @@ struct Call {
   std::vector<int64_t> input_splits = {};
   std::vector<int64_t> output_splits = {};
   std::chrono::milliseconds timeout = c10d::kUnsetTimeout;
+  /// What it is for. launch() fills in the current LabelScope's if there is none.
+  CallLabel label = {};
 
   /// The tensors that hold the result: the outputs, or the inputs of operations that work in place.
   const std::vector<at::Tensor>& results() const { return outputs.empty() ? inputs : outputs; }
@@ -58,11 +62,14 @@ struct Call {
   const std::vector<at::Tensor>& subjects() const { return inputs.empty() ? outputs : inputs; }
   /// Bytes this rank contributes.
   std::size_t bytes() const;
-  /// "all_reduce(sum, float32[3, 4])": what two ranks must have in common is visible in it.
+  /// "all_reduce(sum, Float[3, 4]) of DDP bucket 3": what two ranks must have in common is visible in it, and its
+  /// label.
   std::string describe() const;
+  /// The same with the call's number in its group: "all_reduce(sum, Float[3, 4]) #12 of DDP bucket 3".
+  std::string describe(uint64_t sequence) const;
 };
 
-/// "float32[3, 4]".
+/// "Float[3, 4]".
 std::string describe(const at::Tensor& tensor);
 
 /// What is wrong with the call on its own, whatever the other ranks do: counts, sizes, the root. Nothing if it is well
@@ -72,8 +79,9 @@ std::optional<std::string> find_problem(const Call& call, int rank, int size);
 /// Divides by the number of ranks, integers towards zero as NCCL does; autograd does not notice.
 void divide_by_ranks(const std::vector<at::Tensor>& tensors, int64_t ranks);
 
-/// Runs `call` on a c10d backend. Blocking or not as the backend is; throws what the backend throws.
-c10::intrusive_ptr<c10d::Work> dispatch(c10d::Backend& backend, const Call& call);
+/// Runs `call`, which is well formed, on a backend: one of ours receives it as it is, others through c10d's functions.
+/// Blocking or not as the backend is; throws what the backend throws.
+c10::intrusive_ptr<c10d::Work> dispatch(c10d::Backend& backend, Call call);
 
 /// The pieces of a single-tensor form, as views: `tensor` cut along dim 0 by `splits`, or into `count` equal parts.
 std::vector<at::Tensor> pieces_of(const at::Tensor& tensor, const std::vector<int64_t>& splits, int count);

@@ -35,12 +35,16 @@ std::vector<at::Tensor> only_list(const std::vector<std::vector<at::Tensor>>& li
 
 }  // namespace
 
-CallBackend::WorkPtr CallBackend::check_and_submit(Call call) {
+CallBackend::WorkPtr CallBackend::start(Call&& call) {
   if (call.timeout == c10d::kUnsetTimeout) call.timeout = options_->timeout;
   TORCH_CHECK(call.op != ReduceOp::PREMUL_SUM || takes_premul_sum(), "backend ", name_, " does not support premul_sum");
+  return submit(std::move(call));
+}
+
+CallBackend::WorkPtr CallBackend::check_and_submit(Call call) {
   const auto problem = find_problem(call, rank_, size_);
   TORCH_CHECK(!problem, name_of(call.kind), ": ", *problem);
-  return submit(std::move(call));
+  return start(std::move(call));
 }
 
 CallBackend::WorkPtr CallBackend::broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) {

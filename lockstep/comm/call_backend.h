@@ -1,10 +1,12 @@
-// Base of the backends we write ourselves: turns c10d's many virtual functions into one, submit(Call).
+// Base of the backends we write ourselves: turns c10d's many virtual functions into one, submit(Call). The library does
+// not go through them: launch() hands its Call to start(); they are for callers that know c10d alone.
 // What c10d can ask and a Call cannot say (sparse, send, recv) keeps c10d's own refusal, which names the operation.
 #pragma once
 
 #include <functional>
 #include <string>
 
+#include "lockstep/comm/backend_traits.h"
 #include "lockstep/comm/call.h"
 
 namespace lockstep {
@@ -26,6 +28,11 @@ class CallBackend : public c10d::Backend {
   /// `reason`. Local. The first reason stays.
   virtual void fail(const std::string& /*reason*/) {}
   uint64_t getSequenceNumberForGroup() override { return sequence_number(); }
+  /// What launch() has to make up for; asked once for each group. What a registration states counts instead.
+  virtual BackendTraits traits() const { return {}; }
+
+  /// Starts `call`, of which find_problem() finds none. If it throws misuse, the call is as it was.
+  WorkPtr start(Call&& call);
 
   WorkPtr broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) override;
   WorkPtr allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) override;
@@ -56,8 +63,8 @@ class CallBackend : public c10d::Backend {
   WorkPtr barrier(const c10d::BarrierOptions& options) override;
 
  protected:
-  /// Starts `call`, whose shape was checked; its timeout is set.
-  virtual WorkPtr submit(Call call) = 0;
+  /// Starts `call`, whose shape was checked; its timeout is set. Takes from it once nothing can be refused any more.
+  virtual WorkPtr submit(Call&& call) = 0;
   virtual uint64_t sequence_number() const = 0;
   virtual bool takes_premul_sum() const { return false; }
   std::chrono::milliseconds default_timeout() const { return options_->timeout; }

@@ -8,30 +8,21 @@
 namespace lockstep {
 namespace {
 
-/// Misuse is refused here, before anything is communicated, so that it reads the same whichever backend would have
-/// refused it.
-Pending checked_launch(const Call& call, const GroupPtr& group) {
-  const auto& state = detail::state_of(group);
-  const auto problem = find_problem(call, state.description.rank, state.description.size);
-  TORCH_CHECK(!problem, "[lockstep/comm] ", state.who(), ": ", name_of(call.kind), ": ", *problem);
-  return launch(call, group);
-}
-
 /// Coalescing nothing is legal and does nothing, on every rank alike.
-Pending coalesced(const Call& call, const GroupPtr& group) {
+Pending coalesced(Call call, const GroupPtr& group) {
   if (call.inputs.empty() && call.outputs.empty()) return {};
-  return checked_launch(call, group);
+  return launch(std::move(call), group);
 }
 
 /// Blocks: the backend may run it right here.
 void run(Call call, const GroupPtr& group) {
   call.is_async = false;
-  checked_launch(call, group).wait();
+  launch(std::move(call), group).wait();
 }
 
 void run_coalesced(Call call, const GroupPtr& group) {
   call.is_async = false;
-  coalesced(call, group).wait();
+  coalesced(std::move(call), group).wait();
 }
 
 Call all_reduce_call(const at::Tensor& tensor, ReduceOp op) {
@@ -96,7 +87,7 @@ Call all_to_all_single_call(const at::Tensor& output, const at::Tensor& input,
 }  // namespace
 
 Pending launch_all_reduce(const at::Tensor& tensor, const GroupPtr& group, ReduceOp op) {
-  return checked_launch(all_reduce_call(tensor, op), group);
+  return launch(all_reduce_call(tensor, op), group);
 }
 
 void all_reduce(const at::Tensor& tensor, const GroupPtr& group, ReduceOp op) {
@@ -112,7 +103,7 @@ void all_reduce_coalesced(const std::vector<at::Tensor>& tensors, const GroupPtr
 }
 
 Pending launch_reduce(const at::Tensor& tensor, int root, const GroupPtr& group, ReduceOp op) {
-  return checked_launch(reduce_call(tensor, root, op), group);
+  return launch(reduce_call(tensor, root, op), group);
 }
 
 void reduce(const at::Tensor& tensor, int root, const GroupPtr& group, ReduceOp op) {
@@ -120,7 +111,7 @@ void reduce(const at::Tensor& tensor, int root, const GroupPtr& group, ReduceOp 
 }
 
 Pending launch_broadcast(const at::Tensor& tensor, int root, const GroupPtr& group) {
-  return checked_launch(broadcast_call(tensor, root), group);
+  return launch(broadcast_call(tensor, root), group);
 }
 
 void broadcast(const at::Tensor& tensor, int root, const GroupPtr& group) {
@@ -128,7 +119,7 @@ void broadcast(const at::Tensor& tensor, int root, const GroupPtr& group) {
 }
 
 Pending launch_all_gather(const std::vector<at::Tensor>& outputs, const at::Tensor& input, const GroupPtr& group) {
-  return checked_launch(all_gather_call(outputs, input), group);
+  return launch(all_gather_call(outputs, input), group);
 }
 
 void all_gather(const std::vector<at::Tensor>& outputs, const at::Tensor& input, const GroupPtr& group) {
@@ -136,7 +127,7 @@ void all_gather(const std::vector<at::Tensor>& outputs, const at::Tensor& input,
 }
 
 Pending launch_all_gather_into_tensor(const at::Tensor& output, const at::Tensor& input, const GroupPtr& group) {
-  return checked_launch(all_gather_into_tensor_call(output, input), group);
+  return launch(all_gather_into_tensor_call(output, input), group);
 }
 
 void all_gather_into_tensor(const at::Tensor& output, const at::Tensor& input, const GroupPtr& group) {
@@ -155,7 +146,7 @@ void all_gather_into_tensor_coalesced(const std::vector<at::Tensor>& outputs, co
 
 Pending launch_reduce_scatter(const at::Tensor& output, const std::vector<at::Tensor>& inputs, const GroupPtr& group,
                               ReduceOp op) {
-  return checked_launch(reduce_scatter_call(output, inputs, op), group);
+  return launch(reduce_scatter_call(output, inputs, op), group);
 }
 
 void reduce_scatter(const at::Tensor& output, const std::vector<at::Tensor>& inputs, const GroupPtr& group,
@@ -165,7 +156,7 @@ void reduce_scatter(const at::Tensor& output, const std::vector<at::Tensor>& inp
 
 Pending launch_reduce_scatter_tensor(const at::Tensor& output, const at::Tensor& input, const GroupPtr& group,
                                      ReduceOp op) {
-  return checked_launch(reduce_scatter_tensor_call(output, input, op), group);
+  return launch(reduce_scatter_tensor_call(output, input, op), group);
 }
 
 void reduce_scatter_tensor(const at::Tensor& output, const at::Tensor& input, const GroupPtr& group, ReduceOp op) {
@@ -185,7 +176,7 @@ void reduce_scatter_tensor_coalesced(const std::vector<at::Tensor>& outputs, con
 
 Pending launch_gather(const at::Tensor& input, const std::vector<at::Tensor>& outputs, int root,
                       const GroupPtr& group) {
-  return checked_launch(gather_call(input, outputs, root), group);
+  return launch(gather_call(input, outputs, root), group);
 }
 
 void gather(const at::Tensor& input, const std::vector<at::Tensor>& outputs, int root, const GroupPtr& group) {
@@ -194,7 +185,7 @@ void gather(const at::Tensor& input, const std::vector<at::Tensor>& outputs, int
 
 Pending launch_scatter(const at::Tensor& output, const std::vector<at::Tensor>& inputs, int root,
                        const GroupPtr& group) {
-  return checked_launch(scatter_call(output, inputs, root), group);
+  return launch(scatter_call(output, inputs, root), group);
 }
 
 void scatter(const at::Tensor& output, const std::vector<at::Tensor>& inputs, int root, const GroupPtr& group) {
@@ -203,7 +194,7 @@ void scatter(const at::Tensor& output, const std::vector<at::Tensor>& inputs, in
 
 Pending launch_all_to_all_single(const at::Tensor& output, const at::Tensor& input, const GroupPtr& group,
                                  const std::vector<int64_t>& output_splits, const std::vector<int64_t>& input_splits) {
-  return checked_launch(all_to_all_single_call(output, input, output_splits, input_splits), group);
+  return launch(all_to_all_single_call(output, input, output_splits, input_splits), group);
 }
 
 void all_to_all_single(const at::Tensor& output, const at::Tensor& input, const GroupPtr& group,

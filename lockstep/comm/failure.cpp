@@ -74,6 +74,7 @@ std::string first_line(const std::exception& error) {
 }
 
 void check_usable(GroupState& state) {
+  if (!state.has_failed.load(std::memory_order_relaxed)) return;
   const std::lock_guard lock(state.mutex);
   TORCH_CHECK_WITH(DistBackendError, state.failure.empty(), "[lockstep/comm] ", state.who(), ": group '",
                    state.description.name, "' can no longer be used. It failed earlier: ", state.failure);
@@ -116,6 +117,7 @@ void report_failure(GroupState& state, const std::string& operation, const std::
   {
     const std::lock_guard lock(state.mutex);
     if (state.failure.empty()) state.failure = text;
+    state.has_failed = true;
   }
   throw c10::DistBackendError(text);
 }

@@ -8,12 +8,13 @@ namespace lockstep {
 namespace {
 
 void fail_backends(const GroupPtr& group, const detail::GroupState& state, const std::string& reason) {
-  const auto fail = [&](c10d::Backend& backend) {
-    if (auto* ours = dynamic_cast<CallBackend*>(&backend)) ours->fail(reason);
-  };
-  for (const auto& [device, backend] : state.backends) fail(*backend);
+  for (const auto& [device, serving] : state.backends) {
+    if (serving.ours != nullptr) serving.ours->fail(reason);
+  }
   if (!state.backends.empty()) return;
-  for (const auto& device : group->getDeviceTypes()) fail(*group->getBackend(device.type()));
+  for (const auto& device : group->getDeviceTypes()) {
+    if (auto* ours = dynamic_cast<CallBackend*>(group->getBackend(device.type()).get())) ours->fail(reason);
+  }
 }
 
 /// ": " and the first line of its message, or nothing.
@@ -42,6 +43,7 @@ void announce_failure(const GroupPtr& group, const std::exception_ptr& cause) no
       // Whoever caused that failure has been named; this rank only follows.
       if (!state.failure.empty()) return;
       state.failure = reason;
+      state.has_failed = true;
     }
     fail_backends(group, state, reason);
     detail::sign_out(state, reason);

@@ -9,6 +9,7 @@
 #include <numeric>
 #include <set>
 #include <thread>
+#include <typeinfo>
 #include <unordered_map>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -79,9 +80,30 @@ std::string GroupState::who() const {
 }
 
 GroupState& state_of(const GroupPtr& group) {
-  TORCH_CHECK(group, "[lockstep/comm] the group is null: this rank is not part of it");
-  if (auto* ours = dynamic_cast<StatefulGroup*>(group.get())) return ours->state;
+  TORCH_CHECK(group,
+              "[lockstep/comm] the group is null: this rank is not part of it. Ask if (group) first, or leave the "
+              "group out to use the default one.");
+  // The class is final, so this is dynamic_cast, only quicker.
+  auto& any = *group;
+  if (typeid(any) == typeid(StatefulGroup)) return static_cast<StatefulGroup&>(any).state;
   return foreign_state(group);
+}
+
+ServingBackend::ServingBackend(c10d::Backend& backend)
+    : backend(&backend), ours(dynamic_cast<CallBackend*>(&backend)), traits(traits_of(backend)) {}
+
+// Groups that others made are looked up each time: c10d may be given another backend for a device at any time.
+ServingBackend backend_for(const GroupPtr& group, const GroupState& state, c10::DeviceType device, const Call& what) {
+  if (const auto found = state.backends.find(device); found != state.backends.end()) return found->second;
+  TORCH_CHECK(serves_device(group, device), "[lockstep/comm] ", state.who(), ": ", what.describe(), " on group '",
+              state.description.name, "': the group has no backend for ", c10::DeviceTypeName(device, true),
+              " tensors");
+  return ServingBackend(*group->getBackend(device));
+}
+
+ServingBackend barrier_backend(const GroupPtr& group, const GroupState& state) {
+  if (!state.backends.empty()) return state.backends.at(state.first_device);
+  return ServingBackend(*group->getDefaultBackend());
 }
 
 std::vector<int> first_ranks(int size) {
@@ -94,10 +116,15 @@ GroupPtr wrap_backends(const std::vector<std::pair<c10::DeviceType, BackendPtr>>
                        GroupDescription description) {
   const auto name = description.name;
   auto group = c10::make_intrusive<StatefulGroup>(std::move(description));
-  group->state.backends.insert(backends.begin(), backends.end());
-  group->state.is_alone = group->getSize() == 1 && std::all_of(backends.begin(), backends.end(), [](const auto& each) {
-                            return each.second->getBackendName() == "threads";
-                          });
+  auto& state = group->state;
+  for (const auto& [device, backend] : backends) {
+    state.owned_backends.push_back(backend);
+    state.backends.try_emplace(device, *backend);
+  }
+  state.first_device = backends.at(0).first;
+  state.is_alone =
+      group->getSize() == 1 && std::all_of(state.backends.begin(), state.backends.end(),
+                                           [](const auto& each) { return each.second.traits.is_idle_alone; });
   group->setDefaultBackend(backend_type(*backends.at(0).second));
   for (const auto& [device, backend] : backends) group->setBackend(device, backend_type(*backend), backend);
   group->setGroupName(name);
@@ -163,7 +190,13 @@ GroupPtr connect_group(GroupDescription description) {
     }
     backends.emplace_back(device, backend);
   }
-  return wrap_backends(backends, std::move(description));
+  const bool is_alone = description.size == 1;
+  auto group = wrap_backends(backends, std::move(description));
+  if (is_alone) return group;
+  for (const auto& [device, name] : specs) {
+    if (const auto stated = registered_traits(name)) state_of(group).backends.at(device).traits = *stated;
+  }
+  return group;
 }
 
 BackendPtr make_thread_backend(const BackendRequest& request) {
@@ -207,6 +240,10 @@ std::string backend_spec(const GroupPtr& group) {
 
 GroupPtr new_group(const GroupPtr& parent, const std::vector<int>& ranks, const GroupOptions& options) {
   return new_subgroups(parent, {ranks}, options);
+}
+
+GroupPtr new_group(const std::vector<int>& ranks, const GroupOptions& options) {
+  return new_group(default_group(), ranks, options);
 }
 
 GroupPtr new_subgroups(const GroupPtr& parent, const std::vector<std::vector<int>>& ranks_per_group,

@@ -2,14 +2,18 @@
 // survivors of a failure find out who is missing. Internal to comm.
 #pragma once
 
+#include <c10/core/Stream.h>
+
 #include <atomic>
 #include <map>
 #include <mutex>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "lockstep/comm/backend_registry.h"
+#include "lockstep/comm/call_backend.h"
 #include "lockstep/comm/group.h"
 
 namespace lockstep::detail {
@@ -25,6 +29,15 @@ struct GroupDescription {
   std::string address = "127.0.0.1";
 };
 
+/// A backend of a group, which keeps it alive, with what launch() asks of it.
+struct ServingBackend {
+  explicit ServingBackend(c10d::Backend& backend);
+
+  c10d::Backend* backend;
+  CallBackend* ours;  // the same, if it is one of ours
+  BackendTraits traits;
+};
+
 struct GroupState {
   explicit GroupState(GroupDescription description) : description(std::move(description)) {}
 
@@ -33,19 +46,29 @@ struct GroupState {
 
   // Fixed once the group is made.
   const GroupDescription description;
-  std::map<c10::DeviceType, BackendPtr> backends = {};  // empty for groups that others made
-  bool is_alone = false;                                // one rank, and no backend that wants to be asked
+  std::vector<BackendPtr> owned_backends = {};              // c10d keeps one of a kind it does not know, we several
+  std::map<c10::DeviceType, ServingBackend> backends = {};  // looked up once; empty for groups that others made
+  c10::DeviceType first_device = c10::kCPU;                 // of those, the one whose backend does barriers
+  bool is_alone = false;                                    // one rank, and no backend that wants to be asked
 
   std::atomic<uint64_t> next_sequence = 0;  // of collectives launched by this rank
   std::atomic<uint64_t> next_subgroup = 0;
 
+  std::atomic<bool> has_failed = false;  // failure is set
+
   // Guarded by mutex.
   std::mutex mutex;
-  std::string failure;  // why the group can no longer be used; empty while it can
+  std::string failure;                                        // why the group can no longer be used; empty while it can
+  std::unordered_map<c10::Device, c10::Stream> streams = {};  // the group's own, see stream_launch.h
 };
 
 /// The state of `group`, made on first use if c10d or somebody else made the group.
 GroupState& state_of(const GroupPtr& group);
+
+/// Who serves tensors of `device` in `group`; refuses if nobody does, with `what` in the message.
+ServingBackend backend_for(const GroupPtr& group, const GroupState& state, c10::DeviceType device, const Call& what);
+/// Who does the group's barriers.
+ServingBackend barrier_backend(const GroupPtr& group, const GroupState& state);
 
 /// A group whose tensors on each device are served by the given backend. Local.
 GroupPtr wrap_backends(const std::vector<std::pair<c10::DeviceType, BackendPtr>>& backends,

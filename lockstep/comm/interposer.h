@@ -27,7 +27,7 @@ class InterposerScope {
   PerRank& rank_;
   const std::shared_ptr<const Interposer> interposer_;
 
-  friend Pending launch(const Call& call, const GroupPtr& group);
+  friend Pending launch(Call call, const GroupPtr& group);
 };
 
 }  // namespace lockstep

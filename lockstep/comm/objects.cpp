@@ -29,29 +29,52 @@ std::string to_bytes(const at::Tensor& tensor, int64_t size) {
   return {static_cast<const char*>(local.const_data_ptr()), static_cast<std::size_t>(size)};
 }
 
+/// Of every rank's bytes.
+std::vector<int64_t> gather_lengths(const std::string& bytes, at::Device device, const GroupPtr& group) {
+  const auto lengths = at::empty({group->getSize()}, at::TensorOptions(at::kLong).device(device));
+  all_gather_into_tensor(lengths, at::tensor({static_cast<int64_t>(bytes.size())}, at::kLong).to(device), group);
+  const auto local = lengths.cpu();
+  const auto* first = local.const_data_ptr<int64_t>();
+  return {first, first + local.numel()};
+}
+
+/// Room for all, in equal pieces, so that the transport needs no sizes; never empty, because not all of them like that.
+int64_t piece_size(const std::vector<int64_t>& lengths) {
+  return std::max<int64_t>(1, *std::max_element(lengths.begin(), lengths.end()));
+}
+
+std::vector<std::string> to_objects(const std::vector<at::Tensor>& pieces, const std::vector<int64_t>& lengths) {
+  std::vector<std::string> objects;
+  for (std::size_t rank = 0; rank < pieces.size(); ++rank) objects.push_back(to_bytes(pieces[rank], lengths[rank]));
+  return objects;
+}
+
 }  // namespace
 
 std::vector<std::string> all_gather_object(const std::string& bytes, const GroupPtr& group) {
   const int size = group->getSize();
   if (size == 1) return {bytes};
   const auto device = object_device(group);
-  const auto lengths = at::empty({size}, at::TensorOptions(at::kLong).device(device));
-  all_gather_into_tensor(lengths, at::tensor({static_cast<int64_t>(bytes.size())}, at::kLong).to(device), group);
-  const auto local_lengths = lengths.cpu();
-  const auto* length = local_lengths.const_data_ptr<int64_t>();
-  // Equal pieces, so that the transport needs no sizes; never empty, because not all of them like that.
-  const int64_t longest = std::max<int64_t>(1, *std::max_element(length, length + size));
+  const auto lengths = gather_lengths(bytes, device, group);
+  const auto longest = piece_size(lengths);
   const auto gathered = at::empty({size, longest}, at::TensorOptions(at::kByte).device(device));
   all_gather_into_tensor(gathered, to_tensor(bytes, longest, device), group);
-  std::vector<std::string> result;
-  for (int rank = 0; rank < size; ++rank) result.push_back(to_bytes(gathered[rank], length[rank]));
-  return result;
+  return to_objects(gathered.unbind(0), lengths);
 }
 
 std::vector<std::string> gather_object(const std::string& bytes, int root, const GroupPtr& group) {
-  auto all = all_gather_object(bytes, group);
-  if (group->getRank() != root) all.clear();
-  return all;
+  const int size = group->getSize();
+  TORCH_CHECK(root >= 0 && root < size, "[lockstep/comm] gather_object: root ", root, " is not in a group of ", size);
+  if (size == 1) return {bytes};
+  const auto device = object_device(group);
+  const auto lengths = gather_lengths(bytes, device, group);
+  const auto longest = piece_size(lengths);
+  std::vector<at::Tensor> pieces;
+  if (group->getRank() == root) {
+    pieces = at::empty({size, longest}, at::TensorOptions(at::kByte).device(device)).unbind(0);
+  }
+  gather(to_tensor(bytes, longest, device), pieces, root, group);
+  return to_objects(pieces, lengths);
 }
 
 std::string broadcast_object(const std::string& bytes, int root, const GroupPtr& group) {

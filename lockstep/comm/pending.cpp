@@ -3,17 +3,23 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/GradMode.h>
+#include <c10/util/SmallVector.h>
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "lockstep/base/observer.h"
 #include "lockstep/base/rank_local.h"
 #include "lockstep/base/str.h"
+#include "lockstep/comm/dispatch.h"
 #include "lockstep/comm/failure.h"
 #include "lockstep/comm/futures.h"
 #include "lockstep/comm/interposer.h"
+#include "lockstep/comm/stream_launch.h"
 
 namespace lockstep {
 namespace {
@@ -21,17 +27,7 @@ namespace {
 // How long a rank waits before it asks whether others have given up, and between asking again.
 constexpr auto kPollInterval = std::chrono::milliseconds(100);
 
-/// What has to be made up for: not every release of gloo averages, it coalesces CPU tensors only, and its
-/// reduce-scatter has no future.
-bool is_gloo(const c10d::Backend& backend) {
-  return backend.getBackendName() == "gloo";
-}
-
-/// Backends whose ranks must be told by the store who is missing: gloo's errors do not say, and those of a group that
-/// spans hosts say it on one host only. Our other backends' do, and NCCL's wait only enqueues.
-bool needs_diagnosis(const c10d::Backend& backend) {
-  return is_gloo(backend) || backend.getBackendName() == "hierarchical";
-}
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 /// Set once; waited for in slices.
 class Completion {
@@ -68,21 +64,11 @@ std::vector<Call> split_by_tensor(const Call& call) {
   return parts;
 }
 
-c10d::Backend& backend_for(const Call& call, const GroupPtr& group, const detail::GroupState& state) {
-  if (call.kind == CallKind::kBarrier) return *group->getDefaultBackend();
-  const auto device = call.subjects().at(0).device().type();
-  // c10d keeps one backend of a kind it does not know; ours may be several.
-  if (const auto found = state.backends.find(device); found != state.backends.end()) return *found->second;
-  TORCH_CHECK(serves_device(group, device), "[lockstep/comm] ", state.who(), ": ", call.describe(), " on group '",
-              state.description.name, "': the group has no backend for ", c10::DeviceTypeName(device, true),
-              " tensors");
-  return *group->getBackend(device);
-}
-
 Event event_of(const Call& call, const detail::GroupDescription& group, const char* state) {
   const auto& tensors = call.subjects();
   Event event;
   event.kind = name_of(call.kind);
+  event.unit = call.label.str();
   event.state = state;
   event.bytes = call.bytes();
   event.dtype = tensors.empty() ? "" : c10::toString(tensors[0].scalar_type());
@@ -94,33 +80,51 @@ Event event_of(const Call& call, const detail::GroupDescription& group, const ch
 }  // namespace
 
 struct Pending::State {
-  const Call call;
+  State(GroupPtr group, detail::GroupState& group_state) : group(std::move(group)), group_state(group_state) {}
+  ~State();
+  State(const State&) = delete;
+  State& operator=(const State&) = delete;
+
+  // Fixed once the call is launched.
   const GroupPtr group;
-  const std::vector<c10::intrusive_ptr<c10d::Work>> works;
-  const uint64_t sequence;
-  const bool is_diagnosed;
-  const bool has_futures;
-  const int64_t divide_by;  // 0: results are complete as they come
+  detail::GroupState& group_state;  // of `group`
+  /// For messages, events, the division, and the tensors of a StreamLaunch. Not kept where a work of ours has all that
+  /// can be asked for, which keeps the tensors too.
+  std::optional<Call> call;
+  c10::SmallVector<WorkPtr, 1> works;
+  std::optional<detail::StreamLaunch> on_stream;
+  uint64_t sequence = 0;
+  bool is_diagnosed = false;
+  bool has_futures = true;
+  int64_t divide_by = 0;  // 0: results are complete as they come
 
   std::mutex mutex;  // guards what follows
   bool is_finished = false;
+  bool is_memory_safe = false;  // the stream the tensors come from has waited
   std::exception_ptr error;
 
-  detail::GroupState& group_state() const { return detail::state_of(group); }
-  std::string operation() const { return str(call.describe(), " #", sequence); }
-
+  void wait_for_all();
   void wait_for(c10d::Work& work);
   /// Makes the result final, once. The waiter and the future's callback may come at the same time.
   void finish(std::exception_ptr problem);
 };
 
+Pending::State::~State() {
+  if (!on_stream || is_memory_safe) return;
+  try {
+    for (const auto* tensors : {&call->inputs, &call->outputs}) on_stream->protect(*tensors);
+    // NOLINTNEXTLINE(bugprone-empty-catch): the device is lost, and its memory with it
+  } catch (...) {
+  }
+}
+
 void Pending::State::finish(std::exception_ptr problem) {
   const std::lock_guard lock(mutex);
   if (is_finished) return;
-  if (!problem && divide_by > 1) divide_by_ranks(call.results(), divide_by);
+  if (!problem && divide_by > 1) divide_by_ranks(call->results(), divide_by);
   error = std::move(problem);
   is_finished = true;
-  if (is_observed()) announce(event_of(call, group_state().description, error ? "failed" : "done"));
+  if (call && is_observed()) announce(event_of(*call, group_state.description, error ? "failed" : "done"));
 }
 
 void Pending::State::wait_for(c10d::Work& work) {
@@ -128,7 +132,8 @@ void Pending::State::wait_for(c10d::Work& work) {
     work.wait();
     return;
   }
-  auto& state = group_state();
+  auto& state = group_state;
+  const auto operation = [&] { return call->describe(sequence); };
   try {
     // Through the future, since a wait with a time limit throws each time it is over. Gloo's reduce-scatter has none
     // and runs inside wait(); such a rank learns of a lost peer from its own connections, or when its time is over.
@@ -150,13 +155,21 @@ void Pending::State::wait_for(c10d::Work& work) {
   }
 }
 
+void Pending::State::wait_for_all() {
+  // Without the lock: gloo runs the future's callback, which takes it, before it lets the waiter go.
+  for (const auto& work : works) wait_for(*work);
+  if (on_stream && on_stream->wait()) {
+    const std::lock_guard lock(mutex);
+    is_memory_safe = true;
+  }
+}
+
 void Pending::wait() {
   if (!state_) return;
   State& state = *state_;
   std::exception_ptr problem;
   try {
-    // Without the lock: gloo runs the future's callback, which takes it, before it lets the waiter go.
-    for (const auto& work : state.works) state.wait_for(*work);
+    state.wait_for_all();
   } catch (...) {
     problem = std::current_exception();
   }
@@ -165,8 +178,9 @@ void Pending::wait() {
 }
 
 bool Pending::is_completed() const {
-  return !state_ ||
-         std::all_of(state_->works.begin(), state_->works.end(), [](const auto& work) { return work->isCompleted(); });
+  if (!state_) return true;
+  if (state_->on_stream) return state_->on_stream->is_completed();
+  return std::all_of(state_->works.begin(), state_->works.end(), [](const auto& work) { return work->isCompleted(); });
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> Pending::future() {
@@ -176,7 +190,8 @@ c10::intrusive_ptr<c10::ivalue::Future> Pending::future() {
     return done;
   };
   if (!state_) return completed({});
-  if (state_->works.empty()) return completed(state_->call.results());
+  if (state_->on_stream) return state_->on_stream->future(state_->call->results());
+  if (state_->works.empty()) return completed(state_->call->results());
   if (state_->works.size() == 1 && state_->divide_by <= 1) return state_->works[0]->getFuture();
   std::vector<FuturePtr> parts;
   for (const auto& work : state_->works) parts.push_back(work->getFuture());
@@ -184,10 +199,17 @@ c10::intrusive_ptr<c10::ivalue::Future> Pending::future() {
       [state = state_, parts](c10::ivalue::Future&) {
         for (const auto& part : parts) part->waitAndThrow();  // the current stream waits too
         state->finish(nullptr);
-        return c10::IValue(state->call.results());
+        return c10::IValue(state->call->results());
       },
       c10::ListType::ofTensors());
 }
+
+namespace {
+
+// Of all ranks of the process: with none a launch looks no further.
+std::atomic<int> interposer_count = 0;
+
+}  // namespace
 
 struct InterposerScope::PerRank {
   std::mutex mutex;
@@ -198,71 +220,118 @@ InterposerScope::InterposerScope(Interposer interposer)
     : rank_(rank_local<PerRank>()), interposer_(std::make_shared<const Interposer>(std::move(interposer))) {
   const std::lock_guard lock(rank_.mutex);
   rank_.interposers.push_back(interposer_);
+  interposer_count.fetch_add(1, std::memory_order_relaxed);
 }
 
 InterposerScope::~InterposerScope() {
   const std::lock_guard lock(rank_.mutex);
   std::erase(rank_.interposers, interposer_);
+  interposer_count.fetch_sub(1, std::memory_order_relaxed);
 }
 
-Pending run_on_backend(const Call& call, const GroupPtr& group) {
+namespace {
+
+void check_well_formed(const Call& call, const detail::GroupState& state) {
+  const auto problem = find_problem(call, state.description.rank, state.description.size);
+  TORCH_CHECK(!problem, "[lockstep/comm] ", state.who(), ": ", name_of(call.kind), ": ", *problem);
+}
+
+/// In place with nobody else: the result is there already, up to its factor.
+void run_alone(const Call& call) {
+  if (!is_reduction(call.kind) || call.op != ReduceOp::PREMUL_SUM) return;
+  const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  for (const auto& tensor : call.inputs) tensor.mul_(call.factor);
+}
+
+WorkPtr start(const detail::ServingBackend& serving, Call&& call) {
+  if (serving.ours != nullptr) return serving.ours->start(std::move(call));
+  return detail::dispatch_through_c10d(*serving.backend, std::move(call), serving.traits);
+}
+
+}  // namespace
+
+Pending run_on_backend(Call call, const GroupPtr& group) {
   auto& state = detail::state_of(group);
   detail::check_usable(state);
-  const auto sequence = state.next_sequence++;
+  auto pending = std::make_shared<Pending::State>(group, state);
+  pending->sequence = state.next_sequence++;
   if (state.is_alone && call.outputs.empty()) {
-    // In place with nobody else: the result is there already, up to its factor.
-    if (is_reduction(call.kind) && call.op == ReduceOp::PREMUL_SUM) {
-      const at::NoGradGuard no_grad;
-      const at::AutoDispatchBelowADInplaceOrView below_autograd;
-      for (const auto& tensor : call.inputs) tensor.mul_(call.factor);
-    }
-    return Pending(std::make_shared<Pending::State>(call, group, std::vector<c10::intrusive_ptr<c10d::Work>>{},
-                                                    sequence, false, false, int64_t{0}));
+    run_alone(call);
+    pending->call = std::move(call);
+    return Pending(std::move(pending));
   }
-  c10d::Backend& backend = backend_for(call, group, state);
-  Call effective = call;
-  if (effective.timeout == c10d::kUnsetTimeout) effective.timeout = state.description.timeout;
-  std::vector<Call> parts = {effective};
-  int64_t divide_by = 0;
-  if (is_gloo(backend)) {
-    if (is_reduction(call.kind) && call.op == ReduceOp::AVG) {
-      effective.op = ReduceOp::SUM;
-      const bool has_result = call.kind != CallKind::kReduce || state.description.rank == call.root;
-      if (has_result) divide_by = state.description.size;
-    }
-    parts = split_by_tensor(effective);
+  const bool is_barrier = call.kind == CallKind::kBarrier;
+  const auto device = is_barrier ? c10::Device(c10::kCPU) : call.subjects().at(0).device();
+  const auto serving =
+      is_barrier ? detail::barrier_backend(group, state) : detail::backend_for(group, state, device.type(), call);
+  const auto& traits = serving.traits;
+  if (call.timeout == c10d::kUnsetTimeout) call.timeout = state.description.timeout;
+  pending->is_diagnosed = !traits.names_missing_ranks;
+  pending->has_futures = traits.has_reduce_scatter_futures ||
+                         (call.kind != CallKind::kReduceScatter && call.kind != CallKind::kReduceScatterSingle);
+  const bool has_stream = traits.runs_on_current_stream && call.is_async && !is_barrier;
+  const bool is_plain = serving.ours != nullptr && traits.averages && traits.coalesces && traits.names_missing_ranks &&
+                        !traits.runs_on_current_stream;
+  if (!is_plain || is_observed()) pending->call = call;
+  if (!traits.averages && is_reduction(call.kind) && call.op == ReduceOp::AVG) {
+    call.op = ReduceOp::SUM;
+    const bool has_result = call.kind != CallKind::kReduce || state.description.rank == call.root;
+    if (has_result) pending->divide_by = state.description.size;
   }
-  std::vector<c10::intrusive_ptr<c10d::Work>> works;
+  const auto start_one = [&](Call&& part) {
+    auto work = start(serving, std::move(part));
+    // NCCL has none for a call that is on the current stream.
+    if (!work) return;
+    if (has_stream) {
+      work->wait();  // enqueues, no more
+    } else {
+      pending->works.push_back(std::move(work));
+    }
+  };
+  const auto start_all = [&] {
+    if (traits.coalesces || call.inputs.size() <= 1) return start_one(std::move(call));
+    for (auto& part : split_by_tensor(call)) start_one(std::move(part));
+  };
+  const auto start_on_stream = [&] {
+    call.is_async = false;
+    start_all();
+    // There too, so that whoever waits or takes the future finds the result complete.
+    if (const auto ranks = std::exchange(pending->divide_by, 0)) divide_by_ranks(pending->call->results(), ranks);
+  };
   try {
-    for (const auto& part : parts) {
-      // NCCL has none for a call nobody will wait for: it is on the current stream already.
-      if (auto work = dispatch(backend, part)) works.push_back(std::move(work));
+    if (has_stream) {
+      pending->on_stream.emplace(state, device, start_on_stream);
+    } else {
+      start_all();
     }
   } catch (const c10::DistBackendError&) {
     throw;
   } catch (const std::exception& error) {
-    TORCH_CHECK(false, "[lockstep/comm] ", state.who(), ": ", call.describe(), " on group '", state.description.name,
-                "': ", detail::first_line(error));
+    TORCH_CHECK(false, "[lockstep/comm] ", state.who(), ": ", (pending->call ? *pending->call : call).describe(),
+                " on group '", state.description.name, "': ", detail::first_line(error));
   }
-  // Backends keep the tensors alive through the works; the call kept here serves messages and the division.
-  const bool has_futures =
-      !is_gloo(backend) || (call.kind != CallKind::kReduceScatter && call.kind != CallKind::kReduceScatterSingle);
-  return Pending(std::make_shared<Pending::State>(call, group, std::move(works), sequence, needs_diagnosis(backend),
-                                                  has_futures, divide_by));
+  return Pending(std::move(pending));
 }
 
-Pending launch(const Call& call, const GroupPtr& group) {
-  if (is_observed()) announce(event_of(call, detail::state_of(group).description, "launch"));
+Pending launch(Call call, const GroupPtr& group) {
+  const auto& state = detail::state_of(group);
+  if (call.label.empty()) call.label = LabelScope::current();
+  check_well_formed(call, state);
+  if (is_observed()) announce(event_of(call, state.description, "launch"));
+  if (interposer_count.load(std::memory_order_relaxed) == 0) return run_on_backend(std::move(call), group);
   std::vector<std::shared_ptr<const Interposer>> interposers;
   {
     auto& rank = rank_local<InterposerScope::PerRank>();
     const std::lock_guard lock(rank.mutex);
     interposers = rank.interposers;
   }
-  if (interposers.empty()) return run_on_backend(call, group);
   // Innermost first: each gets a `next` that runs the remaining ones.
   std::function<Pending(const Call&, std::size_t)> run = [&](const Call& current, std::size_t left) -> Pending {
-    if (left == 0) return run_on_backend(current, group);
+    if (left == 0) {
+      check_well_formed(current, state);
+      return run_on_backend(current, group);
+    }
     return (*interposers[left - 1])(current, group,
                                     [&run, left](const Call& changed) { return run(changed, left - 1); });
   };

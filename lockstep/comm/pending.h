@@ -10,14 +10,15 @@
 
 namespace lockstep {
 
-/// Result of a launch. Copies share the same collective. Dropping it neither waits nor cancels; the tensors stay alive
-/// until the backend is done with them.
+/// Result of a launch, on any device. Copies share the same collective. Dropping it neither waits nor cancels; the
+/// tensors stay alive until the backend is done with them.
 class Pending {
  public:
   /// One that has finished.
   Pending() = default;
 
-  /// Blocks until the outputs may be read (for CUDA: until the current stream may read them). Throws
+  /// Blocks until the outputs may be read. Of tensors on an accelerator over NCCL: lets the current stream wait, and
+  /// returns. Throws
   /// c10::DistBackendError that names the operation and the ranks that did not take part. May be called again; a
   /// failure is thrown each time.
   void wait();
@@ -30,8 +31,7 @@ class Pending {
   c10::intrusive_ptr<c10::ivalue::Future> future();
 
  private:
-  friend Pending launch(const Call& call, const GroupPtr& group);
-  friend Pending run_on_backend(const Call& call, const GroupPtr& group);
+  friend Pending run_on_backend(Call call, const GroupPtr& group);
   struct State;
   explicit Pending(std::shared_ptr<State> state) : state_(std::move(state)) {}
 
@@ -39,7 +39,7 @@ class Pending {
 };
 
 /// Starts `call` on the backend of its tensors' device. A group of one rank copies what has to be copied and is
-/// finished. Throws at once if the call is malformed or the group failed earlier.
-[[nodiscard]] Pending launch(const Call& call, const GroupPtr& group);
+/// finished. Throws at once if the call is malformed, before anything is communicated, or the group failed earlier.
+[[nodiscard]] Pending launch(Call call, const GroupPtr& group = default_group());
 
 }  // namespace lockstep

@@ -73,7 +73,4 @@ int gpu_count();
 /// The world init() made, while a copy of it lives.
 std::optional<World> current_world();
 
-/// The default group; refuses if init() was not called. What functions use that are given no group.
-GroupPtr default_group();
-
 }  // namespace lockstep

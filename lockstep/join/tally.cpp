@@ -66,6 +66,7 @@ JoinTally detail::send_flags(const ControlFlags& flags, const GroupPtr& group, c
   if (flags.is_attentive) add_me_to(JoinTally::kAttentive);
   JoinTally tally;
   tally.state_ = std::make_shared<JoinTally::State>(group->getSize(), message.to(device));
+  const LabelScope label({"Join's control message"});
   if (sending == Sending::kAsync) {
     tally.state_->pending = launch_all_reduce(tally.state_->message, group);
   } else {

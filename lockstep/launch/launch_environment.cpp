@@ -42,7 +42,7 @@ constexpr const char* kForeign[] = {
 
 }  // namespace
 
-EnvironmentChanges rank_environment(const LaunchLayout& layout, int local_rank) {
+EnvironmentChanges variables_for_rank(const LaunchLayout& layout, int local_rank) {
   if (layout.ranks_per_node < 1 || layout.node_count < 1 || layout.node_rank < 0 ||
       layout.node_rank >= layout.node_count || local_rank < 0 || local_rank >= layout.ranks_per_node) {
     throw std::invalid_argument(str("no local rank ", local_rank, " of ", layout.ranks_per_node, " on node ",

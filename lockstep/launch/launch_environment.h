@@ -26,7 +26,7 @@ struct LaunchLayout {
 /// What to change in the launcher's environment for one rank: sets RANK, WORLD_SIZE and their kin, and removes what
 /// another launcher around this one may have left and a rank could mistake for its own.
 /// Throws std::invalid_argument if `local_rank` or the layout is out of range.
-EnvironmentChanges rank_environment(const LaunchLayout& layout, int local_rank);
+EnvironmentChanges variables_for_rank(const LaunchLayout& layout, int local_rank);
 
 /// How many OpenMP threads each rank should get, so that together they use each core once; nullopt to leave it alone,
 /// as when the user has set OMP_NUM_THREADS or there is just one rank.

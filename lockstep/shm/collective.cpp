@@ -38,9 +38,9 @@ void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
 }  // namespace
 
 /// One call on its way. Lives on the stack of run().
-class Collectives::Call {
+class Collectives::Exchange {
  public:
-  Call(Collectives& all, const Request& request, const Patience& patience)
+  Exchange(Collectives& all, const Request& request, const Patience& patience)
       : team_(*all.team_),
         request_(request),
         shape_(request.kind),
@@ -119,7 +119,7 @@ class Collectives::Call {
   std::size_t chunk_ = kChunkBytes;  // of one stream in one step
 };
 
-std::uint32_t Collectives::Call::run() {
+std::uint32_t Collectives::Exchange::run() {
   watch_.ends_before(first_ + 1);
   claim_slot(first_);
   auto* slot = team_.slot(me_, first_);
@@ -170,7 +170,7 @@ std::uint32_t Collectives::Call::run() {
   return first + static_cast<std::uint32_t>(chunks);
 }
 
-void Collectives::Call::write_chunk(std::uint32_t step, std::size_t chunk) {
+void Collectives::Exchange::write_chunk(std::uint32_t step, std::size_t chunk) {
   if (!gives_) return;
   const auto begin = chunk * chunk_;
   const int streams = shape_.gives_per_receiver ? ranks_ : 1;
@@ -184,7 +184,7 @@ void Collectives::Call::write_chunk(std::uint32_t step, std::size_t chunk) {
   }
 }
 
-void Collectives::Call::reduce_chunk(std::uint32_t step, std::size_t begin, std::size_t shift) {
+void Collectives::Exchange::reduce_chunk(std::uint32_t step, std::size_t begin, std::size_t shift) {
   const auto end = begin + chunk_;
   // What I give lies beside what I get: same offsets, maybe the same memory. No need to fetch it from my slot.
   const auto own = given_to(request_, shape_, me_, ranks_);
@@ -205,7 +205,7 @@ void Collectives::Call::reduce_chunk(std::uint32_t step, std::size_t begin, std:
   }
 }
 
-void Collectives::Call::read_chunk(std::uint32_t step, std::size_t chunk) {
+void Collectives::Exchange::read_chunk(std::uint32_t step, std::size_t chunk) {
   if (!gets_) return;
   const auto begin = chunk * chunk_;
   const auto shift = shape_.gives_per_receiver ? static_cast<std::size_t>(me_) * chunk_ : 0;
@@ -213,14 +213,14 @@ void Collectives::Call::read_chunk(std::uint32_t step, std::size_t chunk) {
   for (int from = 0; from < ranks_; ++from) {
     if (!is_giver(from) || from == me_) continue;
     const auto* source = payload(from, step) + shift;
-    for_each_piece(gotten_from(request_, shape_, from, ranks_), begin, begin + chunk_,
+    for_each_piece(received_from(request_, shape_, from, ranks_), begin, begin + chunk_,
                    [&](std::byte* to, std::size_t bytes, std::size_t offset) {
                      copy_bytes(to, source + (offset - begin), bytes);
                    });
   }
 }
 
-void Collectives::Call::run_staged(std::uint32_t first, std::size_t chunks, bool is_first_written) {
+void Collectives::Exchange::run_staged(std::uint32_t first, std::size_t chunks, bool is_first_written) {
   const auto last = first + static_cast<std::uint32_t>(chunks);
   // Who gets nothing reads nothing: nobody shall wait for it before writing.
   if (!gets_) post(mine_.finished, last);
@@ -239,7 +239,7 @@ void Collectives::Call::run_staged(std::uint32_t first, std::size_t chunks, bool
   // My own part of a gather or scatter never needed a slot.
   if (gets_ && gives_ && !shape_.reduces && shape_.has_sizes) {
     const auto from = given_to(request_, shape_, me_, ranks_);
-    const auto to = gotten_from(request_, shape_, me_, ranks_);
+    const auto to = received_from(request_, shape_, me_, ranks_);
     std::size_t offset = 0;
     for (const auto& span : from) {
       for_each_piece(to, offset, offset + span.bytes, [&](std::byte* at, std::size_t bytes, std::size_t where) {
@@ -250,7 +250,7 @@ void Collectives::Call::run_staged(std::uint32_t first, std::size_t chunks, bool
   }
 }
 
-void Collectives::Call::run_shares(std::uint32_t first, std::size_t chunks, bool is_first_written) {
+void Collectives::Exchange::run_shares(std::uint32_t first, std::size_t chunks, bool is_first_written) {
   const auto length = length_of(request_.gives);
   if (!is_first_written) publish(first, 0);
   for (std::size_t chunk = 0; chunk < chunks; ++chunk) {
@@ -283,7 +283,7 @@ void Collectives::Call::run_shares(std::uint32_t first, std::size_t chunks, bool
   }
 }
 
-void Collectives::Call::run_exposed() {
+void Collectives::Exchange::run_exposed() {
   if (request_.kind == Kind::kAllReduce) {
     reduce_exposed_share();
   } else if (gets_) {
@@ -294,7 +294,7 @@ void Collectives::Call::run_exposed() {
   wait_for_all(&Lane::finished, first_ + 1);
 }
 
-void Collectives::Call::reduce_exposed_share() {
+void Collectives::Exchange::reduce_exposed_share() {
   const auto ranks = static_cast<std::size_t>(ranks_);
   for (std::size_t i = 0; i < request_.gives.size(); ++i) {
     const auto elements = request_.gives[i].bytes / request_.element_bytes;
@@ -310,7 +310,7 @@ void Collectives::Call::reduce_exposed_share() {
   }
 }
 
-void Collectives::Call::read_exposed() {
+void Collectives::Exchange::read_exposed() {
   if (shape_.reduces) {
     // Of what a giver shows, the spans for me.
     const auto skipped = shape_.gives_per_receiver ? static_cast<std::size_t>(me_) * request_.gets.size() : 0;
@@ -325,7 +325,7 @@ void Collectives::Call::read_exposed() {
   for (int shift = 0; shift < ranks_; ++shift) {
     const int from = (me_ + shift) % ranks_;
     if (!is_giver(from)) continue;
-    const auto into = gotten_from(request_, shape_, from, ranks_);
+    const auto into = received_from(request_, shape_, from, ranks_);
     const auto skipped = shape_.gives_per_receiver ? static_cast<std::size_t>(me_) * into.size() : 0;
     for (std::size_t i = 0; i < into.size(); ++i) copy_bytes(into[i].at, exposed(from, skipped + i), into[i].bytes);
   }
@@ -338,17 +338,17 @@ Collectives::Collectives(std::shared_ptr<Team> team)
 
 void Collectives::run(const Request& request, const Patience& patience) {
   if (!team_->is_at_home()) {
-    throw PeerError(str(team_->seat().who(), ": ", describe(request), " on group '", team_->seat().group,
+    throw PeerError(str(team_->seat().who(), ": ", describe(request, sequence_), " on group '", team_->seat().group,
                         "': this process was forked off the rank's and cannot speak for it. Start ranks by exec."));
   }
   if (const auto reason = team_->failure()) {
-    throw PeerError(str(team_->seat().who(), ": ", describe(request), ": group '", team_->seat().group,
+    throw PeerError(str(team_->seat().who(), ": ", describe(request, sequence_), ": group '", team_->seat().group,
                         "' cannot be used any more: ", *reason));
   }
-  Call call(*this, request, patience);
+  Exchange exchange(*this, request, patience);
   ++sequence_;
   try {
-    next_step_ = call.run();
+    next_step_ = exchange.run();
   } catch (const MismatchError&) {
     ++next_step_;
     throw;

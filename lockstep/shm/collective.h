@@ -25,7 +25,7 @@ class Collectives {
   std::uint64_t sequence() const { return sequence_; }
 
  private:
-  class Call;
+  class Exchange;  // one call on its way
   const std::shared_ptr<Team> team_;
   std::uint64_t sequence_ = 0;
   std::uint32_t next_step_ = 0;

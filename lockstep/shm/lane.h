@@ -38,8 +38,12 @@ struct alignas(64) Header {
   std::uint64_t layout = 0;   // hash of what has to be alike on all ranks
   std::uint64_t element_bytes = 1;
   double factor = 1;  // of a premultiplied sum
+  std::int32_t label_index = -1;
+  std::uint8_t label_bytes = 0;  // of the label's text, which follows the header
 };
 static_assert(sizeof(Header) == 64);
+// Room for that text; longer ones are cut.
+inline constexpr std::size_t kLabelBytes = 64;
 
 enum class Failure : std::uint32_t { kNone, kBeingWritten, kWritten };
 
@@ -75,7 +79,7 @@ struct Channel {
 struct Layout {
   explicit Layout(int ranks);
 
-  const std::size_t header_bytes;  // of a slot: Header, sizes, locations
+  const std::size_t header_bytes;  // of a slot: Header, label, sizes, locations
   const std::size_t locations;     // that fit a slot
   const std::size_t slot_bytes;
   const std::size_t channel_bytes;
@@ -88,7 +92,7 @@ struct Layout {
 };
 
 inline Layout::Layout(int ranks)
-    : header_bytes(round_up(sizeof(Header) + static_cast<std::size_t>(ranks) * 16 +
+    : header_bytes(round_up(sizeof(Header) + kLabelBytes + static_cast<std::size_t>(ranks) * 16 +
                                 std::max<std::size_t>(256, static_cast<std::size_t>(ranks)) * 8,
                             64)),
       locations(std::max<std::size_t>(256, static_cast<std::size_t>(ranks))),

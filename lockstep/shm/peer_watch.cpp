@@ -6,8 +6,8 @@
 namespace lockstep::shm {
 
 void PeerWatch::give_up(const std::string& why) const {
-  throw PeerError(str(team_.seat().who(), ": ", describe(request_), " #", sequence_, " on group '", team_.seat().group,
-                      "': ", why));
+  throw PeerError(
+      str(team_.seat().who(), ": ", describe(request_, sequence_), " on group '", team_.seat().group, "': ", why));
 }
 
 int PeerWatch::find_gone() const {

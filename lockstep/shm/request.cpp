@@ -1,6 +1,7 @@
 #include "lockstep/shm/request.h"
 
 #include <cstring>
+#include <string_view>
 
 #include "lockstep/base/str.h"
 #include "lockstep/shm/errors.h"
@@ -21,12 +22,25 @@ std::size_t streams_given(const Request& request, const Shape& shape, int ranks)
   return shape.gives_per_receiver ? static_cast<std::size_t>(ranks) : 1;
 }
 
-/// Behind the header: bytes I give each rank, bytes I expect from each, locations of my spans.
+/// Behind the header: the label, bytes I give each rank, bytes I expect from each, locations of my spans.
 std::uint64_t* sizes_in(std::byte* slot) {
-  return reinterpret_cast<std::uint64_t*>(slot + sizeof(Header));
+  return reinterpret_cast<std::uint64_t*>(slot + sizeof(Header) + kLabelBytes);
 }
 const std::uint64_t* sizes_in(const std::byte* slot) {
-  return reinterpret_cast<const std::uint64_t*>(slot + sizeof(Header));
+  return reinterpret_cast<const std::uint64_t*>(slot + sizeof(Header) + kLabelBytes);
+}
+
+/// " of DDP bucket 3"; nothing without a text.
+std::string label_suffix(std::string_view text, int index) {
+  if (text.empty()) return "";
+  return index < 0 ? str(" of ", text) : str(" of ", text, " ", index);
+}
+
+/// Of another rank's call as well.
+std::string describe_slot(const std::byte* slot) {
+  const auto& header = *reinterpret_cast<const Header*>(slot);
+  const std::string_view text(reinterpret_cast<const char*>(slot + sizeof(Header)), header.label_bytes);
+  return describe(header) + label_suffix(text, header.label_index);
 }
 
 /// Hash (FNV) of the span lengths of what must be alike: everything, except that a rank may give one tensor of another
@@ -108,7 +122,7 @@ Stream given_to(const Request& request, const Shape& shape, int receiver, int ra
   return part_of(request.gives, shape.gives_per_receiver, receiver, ranks);
 }
 
-Stream gotten_from(const Request& request, const Shape& shape, int giver, int ranks) {
+Stream received_from(const Request& request, const Shape& shape, int giver, int ranks) {
   if (shape.only_root_gives && giver != request.root) return {};
   return part_of(request.gets, shape.gets_per_giver, giver, ranks);
 }
@@ -118,11 +132,16 @@ void write_header(const Request& request, const Shape& shape, const Team& team, 
   const int ranks = team.size();
   Header header = header_of(request, shape, ranks);
   header.sequence = sequence;
+  if (request.label != nullptr) {
+    header.label_index = request.label_index;
+    header.label_bytes = static_cast<std::uint8_t>(::strnlen(request.label, kLabelBytes));
+    std::memcpy(slot + sizeof(Header), request.label, header.label_bytes);
+  }
   if (shape.has_sizes) {
     auto* sizes = sizes_in(slot);
     for (int rank = 0; rank < ranks; ++rank) {
       sizes[rank] = length_of(given_to(request, shape, rank, ranks));
-      sizes[ranks + rank] = length_of(gotten_from(request, shape, rank, ranks));
+      sizes[ranks + rank] = length_of(received_from(request, shape, rank, ranks));
     }
   }
   if (header.bytes >= kLeastExposed && request.gives.size() <= team.layout().locations) {
@@ -145,10 +164,10 @@ void check_headers(const Request& request, const Shape& shape, const Team& team,
   const int ranks = team.size();
   const auto& mine = header_in(team.slot(team.rank(), step));
   const auto both = [&](int one, int other, const std::string& problem) {
-    return str(team.seat().who(), ": ", describe(request), " #", mine.sequence, " on group '", team.seat().group,
-               "': ", problem, ": rank ", team.seat().name_of(one), " calls ",
-               describe(header_in(team.slot(one, step))), ", rank ", team.seat().name_of(other), " calls ",
-               describe(header_in(team.slot(other, step))), ". All ranks must make the same calls in the same order.");
+    return str(team.seat().who(), ": ", describe(request, mine.sequence), " on group '", team.seat().group,
+               "': ", problem, ": rank ", team.seat().name_of(one), " calls ", describe_slot(team.slot(one, step)),
+               ", rank ", team.seat().name_of(other), " calls ", describe_slot(team.slot(other, step)),
+               ". All ranks must make the same calls in the same order.");
   };
   for (int rank = 0; rank < ranks; ++rank) {
     const auto& theirs = header_in(team.slot(rank, step));
@@ -185,6 +204,11 @@ std::string describe(const Header& header) {
 
 std::string describe(const Request& request) {
   return describe(header_of(request, Shape(request.kind), 1));
+}
+
+std::string describe(const Request& request, std::uint64_t sequence) {
+  const auto label = request.label == nullptr ? "" : label_suffix(request.label, request.label_index);
+  return str(describe(request), " #", sequence, label);
 }
 
 }  // namespace lockstep::shm

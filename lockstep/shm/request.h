@@ -58,6 +58,9 @@ struct Request {
   std::size_t element_bytes = 1;
   int root = 0;
   double factor = 1;  // of premul_sum
+  /// What the call is for, shown in messages of all ranks: "DDP bucket" and 3. Null: nothing is shown.
+  const char* label = nullptr;
+  int label_index = -1;  // negative: not shown
   /// All streams one after the other, each of the same number of spans.
   Stream gives = {};
   Stream gets = {};
@@ -77,9 +80,9 @@ struct Shape {
   bool has_sizes = false;
 };
 
-/// The stream given to `receiver`, or gotten from `giver`; empty if there is none.
+/// The stream given to `receiver`, or received from `giver`; empty if there is none.
 Stream given_to(const Request& request, const Shape& shape, int receiver, int ranks);
-Stream gotten_from(const Request& request, const Shape& shape, int giver, int ranks);
+Stream received_from(const Request& request, const Shape& shape, int giver, int ranks);
 
 /// Fills the first part of a slot.
 void write_header(const Request& request, const Shape& shape, const Team& team, std::uint64_t sequence,
@@ -94,5 +97,7 @@ std::uint64_t location_in(const std::byte* slot, const Team& team, std::size_t i
 /// "all_reduce(sum, float[1024])".
 std::string describe(const Header& header);
 std::string describe(const Request& request);
+/// With its number, and its label if it has one: "all_reduce(sum, float[1024]) #12 of DDP bucket 3".
+std::string describe(const Request& request, std::uint64_t sequence);
 
 }  // namespace lockstep::shm

@@ -119,7 +119,7 @@ uint64_t FakeBackend::sequence_number() const {
   return next_;
 }
 
-CallBackend::WorkPtr FakeBackend::submit(Call call) {
+CallBackend::WorkPtr FakeBackend::submit(Call&& call) {
   auto results = call.results();
   std::chrono::milliseconds delay{0};
   std::exception_ptr error;

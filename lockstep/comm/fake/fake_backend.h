@@ -29,7 +29,7 @@ class FakeBackend : public CallBackend {
   void fail_call(std::size_t n, const std::string& message);
 
  protected:
-  WorkPtr submit(Call call) override;
+  WorkPtr submit(Call&& call) override;
   uint64_t sequence_number() const override;
 
  private:

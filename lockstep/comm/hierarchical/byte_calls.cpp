@@ -55,7 +55,7 @@ void run_as_bytes(c10d::Backend& backend, const Call& call, const Deadline& dead
       TORCH_INTERNAL_ASSERT(false, name_of(call.kind), " is not about bytes");
   }
   moved.timeout = deadline.left();
-  dispatch(backend, moved)->wait();
+  dispatch(backend, std::move(moved))->wait();
   if (received.defined()) unpack(received, call.outputs);
 }
 

@@ -94,7 +94,7 @@ bool HierarchicalBackend::supportsTensorAlloc(c10::DeviceIndex index) {
   return hierarchy_->local().supportsTensorAlloc(index);
 }
 
-CallBackend::WorkPtr HierarchicalBackend::submit(Call call) {
+CallBackend::WorkPtr HierarchicalBackend::submit(Call&& call) {
   check_call(call);
   auto work = c10::make_intrusive<HierarchicalWork>(queue_, hierarchy_, std::move(call), rank_, next_sequence_++);
   // Always in the background, even if the caller waits at once: it has to look whether others have given up.

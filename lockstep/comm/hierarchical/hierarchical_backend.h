@@ -30,9 +30,11 @@ class HierarchicalBackend final : public CallBackend {
 
   void abort() override;
   void shutdown() override;
+  /// The ranks of one host see who is missing there; the others have to be told.
+  BackendTraits traits() const override { return {.names_missing_ranks = false}; }
 
  protected:
-  WorkPtr submit(Call call) override;
+  WorkPtr submit(Call&& call) override;
   uint64_t sequence_number() const override { return next_sequence_; }
   bool takes_premul_sum() const override { return true; }
 

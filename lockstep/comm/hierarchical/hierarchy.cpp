@@ -112,7 +112,7 @@ void Hierarchy::run_stages(const Call& call, const Deadline& deadline) {
 void Hierarchy::on_host(Call call, const Deadline& deadline) {
   call.is_async = false;
   call.timeout = deadline.left();
-  dispatch(*local_, call)->wait();
+  local_->start(std::move(call))->wait();
 }
 
 void Hierarchy::reduce_to_leader(const at::Tensor& run, const Call& call, const Deadline& deadline) {

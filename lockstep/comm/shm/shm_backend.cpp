@@ -96,6 +96,8 @@ void ShmWork::perform(bool is_background) {
                        .op = static_cast<shm::ReduceOp>(call_.op),
                        .root = call_.root,
                        .factor = call_.factor,
+                       .label = call_.label.text,
+                       .label_index = call_.label.index,
                        .gives = spans.gives(),
                        .gets = spans.gets(),
                        .timeout = call_.timeout};
@@ -205,7 +207,7 @@ uint64_t ShmBackend::sequence_number() const {
   return next_sequence_;
 }
 
-CallBackend::WorkPtr ShmBackend::submit(Call call) {
+CallBackend::WorkPtr ShmBackend::submit(Call&& call) {
   const auto& subjects = call.subjects();
   for (const auto* tensors : {&call.inputs, &call.outputs}) {
     for (const auto& tensor : *tensors) {

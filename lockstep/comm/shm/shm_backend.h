@@ -37,7 +37,7 @@ class ShmBackend final : public CallBackend {
   const shm::Team& team() const { return *team_; }
 
  protected:
-  WorkPtr submit(Call call) override;
+  WorkPtr submit(Call&& call) override;
   uint64_t sequence_number() const override;
   bool takes_premul_sum() const override { return true; }
 

@@ -104,10 +104,10 @@ void ThreadBackend::fail(const std::string& reason) {
   hub_->abort(reason);
 }
 
-CallBackend::WorkPtr ThreadBackend::submit(Call call) {
+CallBackend::WorkPtr ThreadBackend::submit(Call&& call) {
   const uint64_t sequence = next_sequence_++;
   const auto timeout = call.timeout;
-  auto meeting = hub_->arrive(rank_, sequence, call);
+  auto meeting = hub_->arrive(rank_, sequence, std::move(call));
   return c10::make_intrusive<ThreadWork>(hub_, std::move(meeting), rank_, sequence, timeout);
 }
 

@@ -78,9 +78,10 @@ class ThreadBackend : public CallBackend {
 
   void abort() override;
   void fail(const std::string& reason) override;
+  BackendTraits traits() const override { return {.is_idle_alone = true}; }
 
  protected:
-  WorkPtr submit(Call call) override;
+  WorkPtr submit(Call&& call) override;
   uint64_t sequence_number() const override { return next_sequence_; }
 
  private:

@@ -161,9 +161,11 @@ void ThreadHub::finish(Meeting& meeting, std::exception_ptr error) {
   for (Seat* seat : with_future) complete_future(*seat, meeting.error);
 }
 
-std::shared_ptr<Meeting> ThreadHub::arrive(int rank, uint64_t sequence, const Call& call) {
+std::shared_ptr<Meeting> ThreadHub::arrive(int rank, uint64_t sequence, Call&& call) {
   run_->schedule().pause(ThreadRun::current_rank());
-  Seat seat{.call = call, .results = call.results(), .undelivered = {}, .ready = nullptr, .future = nullptr};
+  auto results = call.results();
+  Seat seat{
+      .call = std::move(call), .results = std::move(results), .undelivered = {}, .ready = nullptr, .future = nullptr};
   if (run_->schedule().completes_late(ThreadRun::current_rank())) make_late(seat, rank);
   seat.ready = record(accelerator_of(seat.call));
 

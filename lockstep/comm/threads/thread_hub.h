@@ -50,7 +50,7 @@ class ThreadHub : public std::enable_shared_from_this<ThreadHub> {
 
   /// Takes rank's seat in meeting `sequence`, and runs the operation if it was the last free one. Does not block on
   /// others.
-  std::shared_ptr<Meeting> arrive(int rank, uint64_t sequence, const Call& call);
+  std::shared_ptr<Meeting> arrive(int rank, uint64_t sequence, Call&& call);
   /// Blocks until the operation ran, then delivers. Throws its error, PeerFailure, or a timeout that names missing
   /// ranks.
   void wait(Meeting& meeting, int rank, uint64_t sequence, std::chrono::milliseconds timeout);

@@ -59,6 +59,17 @@ TEST(FakeGroup, FailsAndDelaysTheNthCall) {
   EXPECT_GE(std::chrono::steady_clock::now() - start, std::chrono::milliseconds(30));
 }
 
+// Bytes go to the root alone: the others neither receive nor hold them.
+TEST(Objects, AreGatheredOnTheRootOnly) {
+  const auto [group, backend] = make_fake_group(1, 4);
+  EXPECT_TRUE(gather_object("mine", 2, group).empty());
+  ASSERT_EQ(backend->calls().size(), 2U);
+  EXPECT_EQ(backend->calls()[1].kind, CallKind::kGather);
+  EXPECT_EQ(backend->calls()[1].bytes(), 4U);
+  EXPECT_EQ(gather_object("mine", 1, group), (std::vector<std::string>{"mine", "mine", "mine", "mine"}));
+  expect_error([&, &g = group] { gather_object("mine", 4, g); }, {"gather_object", "root 4", "group of 4"});
+}
+
 TEST(Collectives, RefuseMalformedCallsWithRankAndOperation) {
   const auto [group, backend] = make_fake_group(1, 2);
   const auto& g = group;

@@ -19,7 +19,7 @@ LaunchLayout second_of_two_nodes() {
 }
 
 TEST(LaunchEnvironment, NumbersRanksNodeByNode) {
-  const auto changes = rank_environment(second_of_two_nodes(), 2);
+  const auto changes = variables_for_rank(second_of_two_nodes(), 2);
   EXPECT_EQ(changes.at("RANK"), "6");
   EXPECT_EQ(changes.at("WORLD_SIZE"), "8");
   EXPECT_EQ(changes.at("LOCAL_RANK"), "2");
@@ -31,7 +31,7 @@ TEST(LaunchEnvironment, NumbersRanksNodeByNode) {
 }
 
 TEST(LaunchEnvironment, SaysWhereTheStoreIsAndWhichAttemptThisIs) {
-  const auto changes = rank_environment(second_of_two_nodes(), 0);
+  const auto changes = variables_for_rank(second_of_two_nodes(), 0);
   EXPECT_EQ(changes.at("MASTER_ADDR"), "head");
   EXPECT_EQ(changes.at("MASTER_PORT"), "29500");
   EXPECT_EQ(changes.at("TORCHELASTIC_RESTART_COUNT"), "2");
@@ -42,7 +42,7 @@ TEST(LaunchEnvironment, SaysWhereTheStoreIsAndWhichAttemptThisIs) {
 }
 
 TEST(LaunchEnvironment, RemovesWhatOtherLaunchersLeft) {
-  const auto changes = rank_environment(second_of_two_nodes(), 0);
+  const auto changes = variables_for_rank(second_of_two_nodes(), 0);
   for (const char* name : {"TORCHELASTIC_USE_AGENT_STORE", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"}) {
     ASSERT_TRUE(changes.contains(name)) << name;
     EXPECT_EQ(changes.at(name), std::nullopt) << name;
@@ -51,10 +51,10 @@ TEST(LaunchEnvironment, RemovesWhatOtherLaunchersLeft) {
 
 TEST(LaunchEnvironment, RefusesARankOutsideTheLayout) {
   auto layout = second_of_two_nodes();
-  EXPECT_THROW(rank_environment(layout, 4), std::invalid_argument);
-  EXPECT_THROW(rank_environment(layout, -1), std::invalid_argument);
+  EXPECT_THROW(variables_for_rank(layout, 4), std::invalid_argument);
+  EXPECT_THROW(variables_for_rank(layout, -1), std::invalid_argument);
   layout.node_rank = 2;
-  EXPECT_THROW(rank_environment(layout, 0), std::invalid_argument);
+  EXPECT_THROW(variables_for_rank(layout, 0), std::invalid_argument);
 }
 
 TEST(OmpThreads, ShareTheCores) {

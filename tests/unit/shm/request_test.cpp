@@ -56,15 +56,15 @@ TEST(Request, HasAsManyStreamsAsItsKindSays) {
   const Request all_to_all{.kind = Kind::kAllToAll, .gives = four, .gets = four};
   const Shape divided(Kind::kAllToAll);
   EXPECT_EQ(length_of(given_to(all_to_all, divided, 1, 4)), 8u);
-  EXPECT_EQ(length_of(gotten_from(all_to_all, divided, 3, 4)), 16u);
+  EXPECT_EQ(length_of(received_from(all_to_all, divided, 3, 4)), 16u);
   // Two spans for each of two ranks.
   EXPECT_EQ(length_of(given_to(all_to_all, divided, 1, 2)), 28u);
   const Request reduce{.kind = Kind::kReduce, .root = 1, .gives = four, .gets = four};
   EXPECT_EQ(given_to(reduce, Shape(Kind::kReduce), 0, 2).size(), 0u);
   EXPECT_EQ(given_to(reduce, Shape(Kind::kReduce), 1, 2).size(), 4u);
   const Request broadcast{.kind = Kind::kBroadcast, .root = 1, .gets = four};
-  EXPECT_EQ(gotten_from(broadcast, Shape(Kind::kBroadcast), 0, 2).size(), 0u);
-  EXPECT_EQ(gotten_from(broadcast, Shape(Kind::kBroadcast), 1, 2).size(), 4u);
+  EXPECT_EQ(received_from(broadcast, Shape(Kind::kBroadcast), 0, 2).size(), 0u);
+  EXPECT_EQ(received_from(broadcast, Shape(Kind::kBroadcast), 1, 2).size(), 4u);
 }
 
 /// What two ranks say to each other's requests; empty if they agree.
@@ -128,6 +128,26 @@ TEST(Request, DisagreesOnBothRanksNamingBothSides) {
       EXPECT_THAT(text, HasSubstr(std::string("rank 1 calls ") + side));
       EXPECT_THAT(text, HasSubstr("#9 on group 'g'"));
     }
+  }
+}
+
+TEST(Request, ShowsTheLabelsOfBothSides) {
+  const auto spans = spans_of({20});
+  const auto longer = spans_of({24});
+  auto bucket = all_reduce_of(spans);
+  bucket.label = "DDP bucket";
+  bucket.label_index = 3;
+  auto message = all_reduce_of(longer);
+  message.label = "Join's control message";
+  EXPECT_EQ(describe(bucket, 12), "all_reduce(sum, float[5]) #12 of DDP bucket 3");
+  for (const auto& text : verdicts(bucket, message)) {
+    EXPECT_THAT(text, HasSubstr("rank 0 calls all_reduce(sum, float[5]) of DDP bucket 3"));
+    EXPECT_THAT(text, HasSubstr("rank 1 calls all_reduce(sum, float[6]) of Join's control message"));
+  }
+  const std::string long_text(200, 'x');
+  message.label = long_text.c_str();
+  for (const auto& text : verdicts(bucket, message)) {
+    EXPECT_THAT(text, HasSubstr(" of " + std::string(kLabelBytes, 'x')));
   }
 }
 
