@@ -115,11 +115,9 @@ void OperatorCall::proceed() {
     check_answered("scope");
     return;
   }
-  if (!was_shown_) {
-    was_shown_ = true;
-    if (auto* rule = find_rule(*this)) return run_rule(*rule);
-    if (!is_leaf_ && is_composite(op_)) return run_composite();
-  }
+  // A rule that has been asked goes on with other arguments, which may have another rule.
+  if (auto* rule = find_rule(*this); rule != nullptr && rule != asked_rule_) return run_rule(*rule);
+  if (!is_leaf_ && is_composite(op_)) return run_composite();
   run_owned();
 }
 
@@ -137,6 +135,11 @@ void OperatorCall::check_answered(const char* who) const {
 
 void OperatorCall::run_rule(TensorRule& rule) {
   const Nested nested;
+  // If the rule goes on, the operator itself runs after all: scopes that look for that have not seen it yet.
+  asked_rule_ = &rule;
+  is_leaf_ = true;
+  ++depth_;
+  next_frame_ = detail::innermost_scope();
   rule.run(*this);
   check_answered("rule");
 }

@@ -60,11 +60,11 @@ class OperatorCall {
   torch::jit::Stack& stack_;
   const std::size_t argument_count_;
   const std::size_t base_;
-  const int depth_;  // how many rules and composite operators this thread is inside of
 
+  int depth_;  // how many rules and composite operators it is inside of
   std::shared_ptr<detail::ScopeFrame> next_frame_;
   bool is_leaf_ = true;
-  bool was_shown_ = false;
+  const TensorRule* asked_rule_ = nullptr;
   bool is_answered_ = false;
 };
 
@@ -76,11 +76,11 @@ void for_each_tensor(const OperatorCall& call, const Visit& visit) {
     if (value.isTensor()) {
       if (const auto& tensor = value.toTensor(); tensor.defined()) visit(tensor, i);
     } else if (value.isTensorList()) {
-      for (const at::Tensor tensor : value.toTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorList()) {
         if (tensor.defined()) visit(tensor, i);
       }
     } else if (value.isOptionalTensorList()) {
-      for (const std::optional<at::Tensor> tensor : value.toOptionalTensorList()) {
+      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
         if (tensor && tensor->defined()) visit(*tensor, i);
       }
     }

@@ -62,7 +62,7 @@ std::int64_t bytes_of(const c10::IValue& value) {
   if (value.isTensor()) return bytes_of(value.toTensor());
   std::int64_t bytes = 0;
   if (value.isTensorList()) {
-    for (const at::Tensor tensor : value.toTensorList()) bytes += bytes_of(tensor);
+    for (const at::Tensor& tensor : value.toTensorList()) bytes += bytes_of(tensor);
   }
   return bytes;
 }

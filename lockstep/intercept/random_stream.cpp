@@ -20,13 +20,14 @@ at::Tensor mark_of(const at::Generator& generator) {
 }  // namespace
 
 at::Tensor state_of(const at::Generator& generator) {
-  const std::lock_guard lock(generator.mutex());
-  return generator.get_state();
+  auto same = generator;  // another handle: libtorch's is not const
+  const std::lock_guard lock(same.mutex());
+  return same.get_state();
 }
 
 void set_state(const at::Generator& generator, const at::Tensor& state) {
-  const std::lock_guard lock(generator.mutex());
   auto same = generator;
+  const std::lock_guard lock(same.mutex());
   same.set_state(state);
 }
 
@@ -41,7 +42,7 @@ std::size_t RandomStreams::add_operator(const at::Generator& generator, std::siz
       "[lockstep/intercept] deferred_init: another thread is inside of a deferred build that draws from the same "
       "generator, so neither could tell its numbers. Build one after the other, or give each its own generator.");
   if (!is_marked) {
-    streams_.push_back({.generator = generator, .next_state = std::move(state)});
+    streams_.push_back({.generator = generator, .next_state = std::move(state), .operators = {}, .left_state = {}});
     set_state(generator, mark);
     if (watched == watched_.end()) watched = watched_.insert(watched_.end(), {.generator = generator, .stream = 0});
     watched->stream = streams_.size() - 1;

@@ -106,7 +106,7 @@ Operand Recording::operand_of(const OperatorCall& call, const at::Tensor& tensor
     TORCH_CHECK(
         storage->recording().get() == this, "[lockstep/intercept] ", call.name(),
         " gets tensors of two deferred builds. Build both inside of one deferred_init, or materialise one first.");
-    return {.deferred = place_of(tensor, storage->index())};
+    return {.deferred = place_of(tensor, storage->index()), .real = {}};
   }
   TORCH_CHECK(!is_written, "[lockstep/intercept] deferred_init: ", call.name(), " would write into a tensor of sizes ",
               tensor.sizes(),
@@ -117,7 +117,8 @@ Operand Recording::operand_of(const OperatorCall& call, const at::Tensor& tensor
 
 RecordedOperator Recording::describe(const OperatorCall& call) const {
   using Kind = RecordedArgument::Kind;
-  RecordedOperator recorded{.op = call.op()};
+  RecordedOperator recorded{
+      .op = call.op(), .arguments = {}, .read = {}, .made = {}, .stream = std::nullopt, .random_state = {}};
   for (std::size_t i = 0; i < call.argument_count(); ++i) {
     const auto& value = call.argument(i);
     const auto* alias = call.schema().arguments()[i].alias_info();
@@ -128,12 +129,12 @@ RecordedOperator Recording::describe(const OperatorCall& call) const {
       argument.operands.push_back(operand_of(call, value.toTensor(), is_written));
     } else if (value.isTensorList()) {
       argument.kind = Kind::kTensorList;
-      for (const at::Tensor tensor : value.toTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorList()) {
         argument.operands.push_back(operand_of(call, tensor, is_written));
       }
     } else if (value.isOptionalTensorList()) {
       argument.kind = Kind::kOptionalTensorList;
-      for (const std::optional<at::Tensor> tensor : value.toOptionalTensorList()) {
+      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
         argument.operands.push_back(operand_of(call, tensor.value_or(at::Tensor()), is_written));
       }
     } else {

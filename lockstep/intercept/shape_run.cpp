@@ -22,12 +22,12 @@ c10::IValue with_tensors(const c10::IValue& value, const Replace& replace) {
   if (value.isTensor()) return replace(value.toTensor());
   if (value.isTensorList()) {
     std::vector<at::Tensor> tensors;
-    for (const at::Tensor tensor : value.toTensorList()) tensors.push_back(replace(tensor));
+    for (const at::Tensor& tensor : value.toTensorList()) tensors.push_back(replace(tensor));
     return tensors;
   }
   if (value.isOptionalTensorList()) {
     c10::List<std::optional<at::Tensor>> tensors;
-    for (const std::optional<at::Tensor> tensor : value.toOptionalTensorList()) {
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
       tensors.push_back(tensor ? std::optional(replace(*tensor)) : std::nullopt);
     }
     return tensors;
@@ -36,11 +36,13 @@ c10::IValue with_tensors(const c10::IValue& value, const Replace& replace) {
 }
 
 torch::jit::Stack arguments_on(const OperatorCall& call, at::Device device, bool moves) {
+  bool has_tensor = false;
+  for_each_tensor(call, [&](const at::Tensor&, std::size_t) { has_tensor = true; });
   torch::jit::Stack stack;
   for (std::size_t i = 0; i < call.argument_count(); ++i) {
     const auto& value = call.argument(i);
     const auto& name = call.schema().arguments()[i].name();
-    if (value.isDevice()) {
+    if (value.isDevice() || (!has_tensor && name == "device")) {
       stack.emplace_back(device);
     } else if (name == "generator" || name == "pin_memory") {
       stack.emplace_back();

@@ -37,8 +37,8 @@ OwnedStorage::OwnedStorage(const at::Tensor& tensor, std::shared_ptr<StorageOwne
   auto storage = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(tensor.storage().unsafeGetStorageImpl());
   mark_intercepted(tensor);
   const std::unique_lock lock(registry().mutex);
-  const auto [entry, is_new] =
-      registry().entries.try_emplace(storage.get(), Entry{.storage = storage, .owner = std::move(owner)});
+  const auto [entry, is_new] = registry().entries.try_emplace(
+      storage.get(), Entry{.storage = c10::weak_intrusive_ptr<c10::StorageImpl>(storage), .owner = std::move(owner)});
   TORCH_CHECK(is_new, "[lockstep/intercept] OwnedStorage: the storage of a tensor of sizes ", tensor.sizes(),
               " has an owner already. Two tensors that share memory need one owner.");
   storage_ = storage.get();
