@@ -16,6 +16,8 @@
 #include "lockstep/ddp/power_sgd.h"
 #include "lockstep/ddp/quantization_hooks.h"
 #include "lockstep/ddp/sync_batch_norm.h"
+#include "lockstep/intercept/deferred_init.h"
+#include "lockstep/intercept/operator_counter.h"
 #include "lockstep/join/join.h"
 #include "lockstep/mesh/device_mesh.h"
 #include "lockstep/optim/clip_grad.h"

@@ -8,6 +8,8 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "lockstep/comm/backend_registry.h"
+#include "lockstep/intercept/key.h"
+#include "lockstep/intercept/operator_counter.h"
 
 namespace {
 
@@ -27,10 +29,23 @@ lockstep::BackendPtr create(const c10d::DistributedBackendOptions& options) {
                                  .global_ranks = {ranks.begin(), ranks.end()}});
 }
 
+/// The table of the operators that `work` calls, Python's included.
+std::string count_operators(const pybind11::function& work) {
+  lockstep::OperatorCounter counter;
+  {
+    const auto counting = counter.count();
+    work();
+  }
+  return counter.to_string();
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_lockstep_torch, module) {
   module.attr("backend_name") = kBackendName;
   // Without the GIL: other threads may run while this one waits for ranks, and a store written in Python needs it.
   module.def("create", &create, pybind11::arg("options"), pybind11::call_guard<pybind11::gil_scoped_release>());
+  // For tests: that the fallback in the dispatcher and Python's torch get along.
+  module.def("install_interceptor", &lockstep::install_interceptor);
+  module.def("count_operators", &count_operators, pybind11::arg("work"));
 }

@@ -1,0 +1,204 @@
+// Our fallback on the key, and who is asked in which order. docs/intercept.md gives the reasons.
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/SmallVector.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "lockstep/intercept/key.h"
+#include "lockstep/intercept/operator_call.h"
+#include "lockstep/intercept/scope_frame.h"
+#include "lockstep/intercept/storage_owner.h"
+#include "lockstep/intercept/tensor_access.h"
+#include "lockstep/intercept/tensor_rule.h"
+
+namespace lockstep {
+namespace {
+
+// How many rules and composite operators the thread is inside of.
+thread_local int current_depth = 0;
+
+/// Lets the thread's operators come to the interceptor again, as nested ones.
+class Nested {
+ public:
+  Nested() : was_excluded_(c10::impl::tls_is_dispatch_key_excluded(kInterceptKey)) {
+    c10::impl::tls_set_dispatch_key_excluded(kInterceptKey, false);
+    ++current_depth;
+  }
+  ~Nested() {
+    --current_depth;
+    c10::impl::tls_set_dispatch_key_excluded(kInterceptKey, was_excluded_);
+  }
+  Nested(const Nested&) = delete;
+  Nested& operator=(const Nested&) = delete;
+
+ private:
+  const bool was_excluded_;
+};
+
+/// The owners of a call's storages, told in the order of the arguments and in reverse.
+class ToldOwners {
+ public:
+  explicit ToldOwners(const OperatorCall& call) : call_(call) {
+    for_each_tensor(call, [&](const at::Tensor& tensor, std::size_t argument) {
+      if (!is_marked_intercepted(tensor)) return;
+      auto owner = storage_owner_of(tensor);
+      if (!owner) return;
+      const auto* alias = call.schema().arguments()[argument].alias_info();
+      touched_of(std::move(owner)).push_back({.tensor = tensor, .is_written = alias != nullptr && alias->isWrite()});
+    });
+  }
+  ~ToldOwners() {
+    for (auto i = told_; i > 0; --i) owners_[i - 1].owner->after_operator(call_);
+  }
+  ToldOwners(const ToldOwners&) = delete;
+  ToldOwners& operator=(const ToldOwners&) = delete;
+
+  void tell() {
+    for (; told_ < owners_.size(); ++told_) owners_[told_].owner->before_operator(call_, owners_[told_].touched);
+  }
+
+ private:
+  struct Owner {
+    std::shared_ptr<StorageOwner> owner;
+    c10::SmallVector<TouchedTensor, 4> touched;
+  };
+
+  c10::SmallVector<TouchedTensor, 4>& touched_of(std::shared_ptr<StorageOwner> owner) {
+    const auto found = std::find_if(owners_.begin(), owners_.end(), [&](const auto& o) { return o.owner == owner; });
+    if (found != owners_.end()) return found->touched;
+    owners_.push_back({.owner = std::move(owner), .touched = {}});
+    return owners_.back().touched;
+  }
+
+  const OperatorCall& call_;
+  c10::SmallVector<Owner, 2> owners_;
+  std::size_t told_ = 0;
+};
+
+bool has_open_leaf_scope(const detail::ScopeFrame* frame) {
+  for (; frame != nullptr; frame = frame->outer.get()) {
+    if (frame->is_open && frame->scope->sees() == OperatorScope::Sees::kLeaves) return true;
+  }
+  return false;
+}
+
+bool is_composite(const c10::OperatorHandle& op) {
+  return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+}
+
+}  // namespace
+
+OperatorCall::OperatorCall(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack& stack)
+    : op_(op),
+      schema_(op.schema()),
+      keys_(keys),
+      stack_(stack),
+      argument_count_(schema_.arguments().size()),
+      base_(stack.size() - argument_count_),
+      depth_(current_depth),
+      next_frame_(detail::innermost_scope()) {
+  if (has_open_leaf_scope(next_frame_.get())) is_leaf_ = !is_composite(op) && find_rule(*this) == nullptr;
+}
+
+bool OperatorCall::next_scope_sees_it(const detail::ScopeFrame& frame) const {
+  if (!frame.is_open) return false;
+  return frame.scope->sees() == OperatorScope::Sees::kLeaves ? is_leaf_ : depth_ == 0;
+}
+
+void OperatorCall::proceed() {
+  TORCH_INTERNAL_ASSERT(!is_answered_, "[lockstep/intercept] ", name(), ": a scope or rule answered twice.");
+  while (next_frame_) {
+    const auto frame = std::exchange(next_frame_, next_frame_->outer);
+    if (!next_scope_sees_it(*frame)) continue;
+    frame->scope->on_operator(*this);
+    check_answered("scope");
+    return;
+  }
+  // A rule that has been asked goes on with other arguments, which may have another rule.
+  if (auto* rule = find_rule(*this); rule != nullptr && rule != asked_rule_) return run_rule(*rule);
+  if (!is_leaf_ && is_composite(op_)) return run_composite();
+  run_owned();
+}
+
+void OperatorCall::replace(torch::jit::Stack results) {
+  TORCH_INTERNAL_ASSERT(!is_answered_, "[lockstep/intercept] ", name(), ": a scope or rule answered twice.");
+  stack_.resize(base_);
+  std::move(results.begin(), results.end(), std::back_inserter(stack_));
+  is_answered_ = true;
+}
+
+void OperatorCall::check_answered(const char* who) const {
+  TORCH_INTERNAL_ASSERT(is_answered_, "[lockstep/intercept] ", name(), ": a ", who,
+                        " neither went on nor answered. It must call proceed() or replace().");
+}
+
+void OperatorCall::run_rule(TensorRule& rule) {
+  const Nested nested;
+  // If the rule goes on, the operator itself runs after all: scopes that look for that have not seen it yet.
+  asked_rule_ = &rule;
+  is_leaf_ = true;
+  ++depth_;
+  next_frame_ = detail::innermost_scope();
+  rule.run(*this);
+  check_answered("rule");
+}
+
+// Its parts come back one by one. The keys are those of the call: no one has changed the arguments of an operator that
+// scopes want to see in parts.
+void OperatorCall::run_composite() {
+  const Nested nested;
+  is_answered_ = true;
+  op_.redispatchBoxed(keys_ & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kInterceptKey), &stack_);
+}
+
+void OperatorCall::run_owned() {
+  // A rule lets the thread's operators in; from here on they are libtorch's own business again.
+  const c10::impl::ExcludeDispatchKeyGuard excluded(kInterceptKey);
+  ToldOwners owners(*this);
+  owners.tell();
+  is_answered_ = true;
+  op_.callBoxed(&stack_);
+}
+
+void intercept(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const c10::impl::ExcludeDispatchKeyGuard excluded(kInterceptKey);
+  OperatorCall call(op, keys, *stack);
+  call.proceed();
+}
+
+void install_interceptor() {
+  static const bool is_installed = [] {
+    // Never taken back: tensors that carry the key may outlive everything that is destroyed at exit.
+    auto library = std::make_unique<torch::Library>(torch::Library::IMPL, "_", kInterceptKey, __FILE__, __LINE__);
+    try {
+      library->fallback(torch::CppFunction::makeFromBoxedFunction<&intercept>());
+    } catch (const c10::Error& error) {
+      TORCH_CHECK(false,
+                  "[lockstep/intercept] another library of this process has registered a fallback for the dispatch key "
+                  "DeferredInit, and there can be only one: torchdistx, or a second copy of Lockstep (a program and a "
+                  "plugin that each link their own). Load only one of them. libtorch says: ",
+                  error.what_without_backtrace());
+    }
+    static_cast<void>(library.release());
+    return true;
+  }();
+  static_cast<void>(is_installed);
+}
+
+void mark_intercepted(const at::Tensor& tensor) {
+  install_interceptor();
+  auto& keys = detail::TensorAccess::keys_of(*tensor.unsafeGetTensorImpl());
+  keys = keys.add(kInterceptKey);
+}
+
+void unmark_intercepted(const at::Tensor& tensor) {
+  auto& keys = detail::TensorAccess::keys_of(*tensor.unsafeGetTensorImpl());
+  keys = keys.remove(kInterceptKey);
+}
+
+bool is_marked_intercepted(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.unsafeGetTensorImpl()->key_set().has(kInterceptKey);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,207 @@
+#include "lockstep/intercept/operator_counter.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include "lockstep/base/str.h"
+#include "lockstep/intercept/flops.h"
+
+namespace lockstep {
+
+OperatorCount& OperatorCount::operator+=(const OperatorCount& other) {
+  calls += other.calls;
+  bytes += other.bytes;
+  flops += other.flops;
+  return *this;
+}
+
+struct OperatorCounter::State {
+  struct Entry {
+    detail::CountFlops count_flops = nullptr;
+    bool is_view = false;
+    OperatorCount count;
+  };
+  struct Label {
+    std::string name;
+    // By the address of the dispatcher's entry: a name would have to be put together for every call.
+    std::unordered_map<const c10::OperatorName*, Entry> entries;
+  };
+
+  // Guarded by mutex: autograd's threads count too. Labels in the order they came.
+  std::mutex mutex;
+  std::vector<std::unique_ptr<Label>> labels;
+
+  Label& label(const std::string& name) {
+    const auto found = std::find_if(labels.begin(), labels.end(), [&](const auto& l) { return l->name == name; });
+    if (found != labels.end()) return **found;
+    labels.push_back(std::make_unique<Label>());
+    labels.back()->name = name;
+    return *labels.back();
+  }
+};
+
+namespace {
+
+/// Results that are other handles on the arguments.
+bool is_view(const c10::FunctionSchema& schema) {
+  const auto& results = schema.returns();
+  return !results.empty() && std::all_of(results.begin(), results.end(), [](const c10::Argument& result) {
+    return result.alias_info() != nullptr && !result.alias_info()->isWrite();
+  });
+}
+
+std::int64_t bytes_of(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.numel() * static_cast<std::int64_t>(tensor.element_size()) : 0;
+}
+
+std::int64_t bytes_of(const c10::IValue& value) {
+  if (value.isTensor()) return bytes_of(value.toTensor());
+  std::int64_t bytes = 0;
+  if (value.isTensorList()) {
+    for (const at::Tensor& tensor : value.toTensorList()) bytes += bytes_of(tensor);
+  }
+  return bytes;
+}
+
+}  // namespace
+
+class detail::CounterScope : public OperatorScope {
+ public:
+  CounterScope(std::shared_ptr<OperatorCounter::State> state, OperatorCounter::State::Label& label)
+      : OperatorScope(Sees::kLeaves), state_(std::move(state)), label_(label) {}
+
+  void on_operator(OperatorCall& call) override {
+    OperatorCount counted = {.calls = 1};
+    const auto [count_flops, is_view] = kind_of(call);
+    if (count_flops != nullptr) counted.flops = count_flops(call);
+    if (!is_view) {
+      for_each_tensor(call, [&](const at::Tensor& tensor, std::size_t) { counted.bytes += bytes_of(tensor); });
+    }
+    call.proceed();
+    if (!is_view) {
+      for (std::size_t i = 0; i < call.result_count(); ++i) {
+        const auto& returns = call.schema().returns();
+        // What an operator wrote in place was counted as an argument.
+        const bool is_argument = i < returns.size() && returns[i].alias_info() != nullptr;
+        if (!is_argument) counted.bytes += bytes_of(call.result(i));
+      }
+    }
+    const std::lock_guard lock(state_->mutex);
+    label_.entries[&call.op().operator_name()].count += counted;
+  }
+
+ private:
+  std::pair<CountFlops, bool> kind_of(const OperatorCall& call) {
+    const std::lock_guard lock(state_->mutex);
+    const auto [entry, is_new] = label_.entries.try_emplace(&call.op().operator_name());
+    if (is_new) {
+      entry->second.count_flops = flop_count_of(call.op().operator_name());
+      entry->second.is_view = is_view(call.schema());
+    }
+    return {entry->second.count_flops, entry->second.is_view};
+  }
+
+  const std::shared_ptr<OperatorCounter::State> state_;
+  OperatorCounter::State::Label& label_;
+};
+
+namespace {
+
+std::string with_unit(double value, double step, const std::array<const char*, 5>& units) {
+  std::size_t unit = 0;
+  while (value >= step && unit + 1 < units.size()) {
+    value /= step;
+    ++unit;
+  }
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), unit == 0 ? "%.0f %s" : "%.2f %s", value, units[unit]);
+  return text.data();
+}
+
+std::string line(const std::string& name, const OperatorCount& count) {
+  std::array<char, 256> text{};
+  const auto bytes = with_unit(static_cast<double>(count.bytes), 1024, {"B", "KiB", "MiB", "GiB", "TiB"});
+  const auto flops = with_unit(static_cast<double>(count.flops), 1000, {"", "K", "M", "G", "T"});
+  std::snprintf(text.data(), text.size(), "%-52s %10lld %14s %14s\n", name.c_str(), static_cast<long long>(count.calls),
+                bytes.c_str(), flops.c_str());
+  return text.data();
+}
+
+OperatorCount total_of(const std::map<std::string, OperatorCount>& counts) {
+  OperatorCount total;
+  for (const auto& [name, count] : counts) total += count;
+  return total;
+}
+
+}  // namespace
+
+OperatorCounter::OperatorCounter() : state_(std::make_shared<State>()) {}
+
+OperatorCounter::~OperatorCounter() = default;
+
+EnterScope OperatorCounter::count(std::string label) {
+  const std::lock_guard lock(state_->mutex);
+  return EnterScope(std::make_shared<detail::CounterScope>(state_, state_->label(label)));
+}
+
+std::map<std::string, OperatorCount> OperatorCounter::counts() const {
+  const std::lock_guard lock(state_->mutex);
+  std::map<std::string, OperatorCount> counts;
+  for (const auto& label : state_->labels) {
+    for (const auto& [name, entry] : label->entries) counts[name->name] += entry.count;
+  }
+  return counts;
+}
+
+std::map<std::string, OperatorCount> OperatorCounter::counts(const std::string& label) const {
+  const std::lock_guard lock(state_->mutex);
+  std::map<std::string, OperatorCount> counts;
+  for (const auto& known : state_->labels) {
+    if (known->name != label) continue;
+    for (const auto& [name, entry] : known->entries) counts[name->name] += entry.count;
+  }
+  return counts;
+}
+
+OperatorCount OperatorCounter::total() const {
+  return total_of(counts());
+}
+
+OperatorCount OperatorCounter::total(const std::string& label) const {
+  return total_of(counts(label));
+}
+
+std::string OperatorCounter::to_string() const {
+  std::vector<std::string> labels;
+  {
+    const std::lock_guard lock(state_->mutex);
+    for (const auto& label : state_->labels) labels.push_back(label->name);
+  }
+  std::array<char, 256> head{};
+  std::snprintf(head.data(), head.size(), "%-52s %10s %14s %14s\n", "operator", "calls", "bytes", "flops");
+  std::string text = head.data();
+  for (const auto& label : labels) {
+    const auto by_name = counts(label);
+    std::vector<std::pair<std::string, OperatorCount>> rows(by_name.begin(), by_name.end());
+    std::stable_sort(rows.begin(), rows.end(), [](const auto& a, const auto& b) {
+      return std::pair(a.second.flops, a.second.bytes) > std::pair(b.second.flops, b.second.bytes);
+    });
+    for (const auto& [name, count] : rows) text += line(label.empty() ? name : str("  ", name), count);
+    if (!label.empty()) text += line(label, total(label));
+  }
+  return text + line("all", total());
+}
+
+void OperatorCounter::reset() {
+  const std::lock_guard lock(state_->mutex);
+  // Labels stay: scopes that are counting now refer to them.
+  for (const auto& label : state_->labels) {
+    for (auto& [name, entry] : label->entries) entry.count = {};
+  }
+}
+
+}  // namespace lockstep
