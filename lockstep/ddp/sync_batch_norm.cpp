@@ -9,23 +9,20 @@
 #include <ATen/ops/var_mean.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/custom_class.h>
 
 #include <ostream>
+#include <tuple>
+#include <utility>
 
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/world.h"
+#include "lockstep/nn/functional_collectives.h"
 
 namespace lockstep {
 namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-struct GroupHolder final : torch::CustomClassHolder {
-  explicit GroupHolder(GroupPtr pointer) : group(std::move(pointer)) {}
-  const GroupPtr group;
-};
 
 /// Statistics and their gradients are computed in at least single precision.
 at::ScalarType wide(at::ScalarType dtype) {
@@ -84,12 +81,22 @@ Statistics gather_statistics(const at::Tensor& input, const GroupPtr& group) {
   return {.mean = mean.to(dtype), .variance = (squares / std::max(count, 1.0)).to(dtype), .count = count};
 }
 
+/// Mean and inverse deviation as autograd sees them: functions of every rank's input.
+std::pair<at::Tensor, at::Tensor> tracked_statistics(const at::Tensor& values, double count, double eps,
+                                                     const GroupPtr& group) {
+  const auto dims = all_dims_but_channels(values);
+  const auto mean = functional::all_reduce(values.sum(dims), group) / count;
+  const auto squares = (values - per_channel(mean, values)).pow(2).sum(dims);
+  return {mean, at::rsqrt(functional::all_reduce(squares, group) / count + eps)};
+}
+
 struct Normalize : torch::autograd::Function<Normalize> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& input, const at::Tensor& weight,
                             const at::Tensor& bias, const at::Tensor& mean, const at::Tensor& inverse_deviation,
-                            double count, const c10::intrusive_ptr<GroupHolder>& group) {
+                            double count, double eps, const GroupPtr& group) {
     context->save_for_backward({input, weight, mean, inverse_deviation});
     context->saved_data["count"] = count;
+    context->saved_data["eps"] = eps;
     context->saved_data["group"] = c10::IValue::make_capsule(group);
     context->saved_data["has_bias"] = bias.defined();
     const auto normal =
@@ -103,18 +110,23 @@ struct Normalize : torch::autograd::Function<Normalize> {
     const auto saved = context->get_saved_variables();
     const auto& input = saved[0];
     const auto& weight = saved[1];
-    const auto& mean = saved[2];
-    const auto& inverse_deviation = saved[3];
+    auto mean = saved[2];
+    auto inverse_deviation = saved[3];
     const auto count = context->saved_data["count"].toDouble();
-    const auto group = c10::static_intrusive_pointer_cast<GroupHolder>(context->saved_data["group"].toCapsule())->group;
+    const auto group = c10::static_intrusive_pointer_cast<c10d::ProcessGroup>(context->saved_data["group"].toCapsule());
     const auto dims = all_dims_but_channels(input);
+    const auto values = input.to(mean.scalar_type());
     const auto gradient = gradients[0].to(mean.scalar_type());
-    const auto deviation = input.to(mean.scalar_type()) - per_channel(mean, input);
+    // Gradients of these gradients are asked for: then the statistics are no constants.
+    if (at::GradMode::is_enabled()) {
+      std::tie(mean, inverse_deviation) =
+          tracked_statistics(values, count, context->saved_data["eps"].toDouble(), group);
+    }
+    const auto deviation = values - per_channel(mean, input);
     const auto sum = gradient.sum(dims);
     const auto sum_of_products = (gradient * deviation).sum(dims);
     // The loss of every rank depends on every rank's input, through the statistics.
-    const auto sums = at::cat({sum, sum_of_products});
-    all_reduce(sums, group);
+    const auto sums = functional::all_reduce(at::cat({sum, sum_of_products}), group);
     const auto channels = input.size(1);
     const auto mean_gradient = sums.narrow(0, 0, channels) / count;
     const auto mean_product = sums.narrow(0, channels, channels) / count;
@@ -128,7 +140,7 @@ struct Normalize : torch::autograd::Function<Normalize> {
     const auto bias_gradient = context->saved_data["has_bias"].toBool()
                                    ? sum.to(weight.defined() ? weight.scalar_type() : sum.scalar_type())
                                    : at::Tensor();
-    return {input_gradient.to(input.options()), weight_gradient, bias_gradient, {}, {}, {}, {}};
+    return {input_gradient.to(input.options()), weight_gradient, bias_gradient, {}, {}, {}, {}, {}};
   }
 };
 
@@ -202,7 +214,7 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
     }
   }
   return Normalize::apply(input, weight, bias, statistics.mean, at::rsqrt(statistics.variance + options.eps()),
-                          statistics.count, c10::make_intrusive<GroupHolder>(group));
+                          statistics.count, options.eps(), group);
 }
 
 }  // namespace lockstep

@@ -1,19 +1,29 @@
 #include "lockstep/shard/buffer_pool.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <algorithm>
 
 #include "lockstep/shard/buffer.h"
 
 namespace lockstep::detail {
+namespace {
+
+c10::Stream current_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+}  // namespace
 
 at::Tensor BufferPool::acquire(const at::TensorOptions& options, const std::function<bool()>& make_room) {
-  const auto fits = [&](const at::Tensor& each) {
-    return each.dtype() == options.dtype() && each.device() == options.device();
+  const auto fits = [&](const Free& each) {
+    return each.buffer.dtype() == options.dtype() && each.buffer.device() == options.device();
   };
   for (;;) {
     const auto found = std::find_if(free_.begin(), free_.end(), fits);
     if (found != free_.end()) {
-      auto buffer = std::move(*found);
+      if (found->used) found->used->block(current_stream(found->buffer.device()));
+      auto buffer = std::move(found->buffer);
       free_.erase(found);
       return buffer;
     }
@@ -27,10 +37,15 @@ at::Tensor BufferPool::acquire(const at::TensorOptions& options, const std::func
 
 void BufferPool::release(at::Tensor buffer) {
   // In one order, so that buckets meet the same buffers in every step and can keep their views.
-  const auto after = std::find_if(free_.begin(), free_.end(), [&](const at::Tensor& each) {
-    return std::less<>()(buffer.const_data_ptr(), each.const_data_ptr());
+  const auto after = std::find_if(free_.begin(), free_.end(), [&](const Free& each) {
+    return std::less<>()(buffer.const_data_ptr(), each.buffer.const_data_ptr());
   });
-  free_.insert(after, std::move(buffer));
+  std::optional<c10::Event> used;
+  if (const auto device = buffer.device(); !device.is_cpu()) {
+    used.emplace(device.type());
+    used->record(current_stream(device));
+  }
+  free_.insert(after, {.buffer = std::move(buffer), .used = std::move(used)});
 }
 
 void BufferPool::forget() {

@@ -1,5 +1,6 @@
 #include "lockstep/shard/flat.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
@@ -24,6 +25,11 @@ at::Tensor flattened_like(const at::Tensor& tensor, const at::Tensor& parameter)
 at::Tensor unflattened_like(const at::Tensor& row, const at::Tensor& parameter) {
   if (!parameter.is_non_overlapping_and_dense()) return row.view(parameter.sizes());
   return row.as_strided(parameter.sizes(), parameter.strides(), row.storage_offset());
+}
+
+at::Tensor part_of(const at::Tensor& row, const ElementRange& elements) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return row.narrow(0, elements.begin, elements.size());
 }
 
 void move_into(const at::Tensor& flat, const std::vector<at::Tensor>& parameters) {

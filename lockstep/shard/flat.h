@@ -5,6 +5,8 @@
 
 #include <vector>
 
+#include "lockstep/shard/slice_plan.h"
+
 namespace lockstep::detail {
 
 /// `tensor`, which has the parameter's sizes, as one row in the parameter's memory order; a copy only if it lies in
@@ -14,6 +16,9 @@ at::Tensor flattened_like(const at::Tensor& tensor, const at::Tensor& parameter)
 at::Tensor unflattened_like(const at::Tensor& row, const at::Tensor& parameter);
 /// The parameter's own memory as one row, a view; undefined if it has gaps.
 at::Tensor row_of(const at::Tensor& parameter);
+
+/// Some elements of a row, as an alias that autograd does not track as a view: it may become a leaf of its own.
+at::Tensor part_of(const at::Tensor& row, const ElementRange& elements);
 
 /// Makes `flat` hold the parameters' values one after the other, and the parameters views of it.
 void move_into(const at::Tensor& flat, const std::vector<at::Tensor>& parameters);

@@ -4,8 +4,7 @@
 #include <c10/core/GradMode.h>
 
 #include "lockstep/comm/collectives.h"
-#include "lockstep/shard/buffer.h"
-#include "lockstep/shard/flat.h"
+#include "lockstep/shard/flat_shard.h"
 
 namespace lockstep::detail {
 namespace {
@@ -23,9 +22,8 @@ at::Tensor made_bucket(const std::vector<at::Tensor>& parameters, c10::Device de
     }
   }
   if (total == 0) return at::zeros({1}, at::TensorOptions(at::kFloat).device(device));
-  const auto bucket = allocate_buffer(total, trainable.front().options().requires_grad(false), group);
-  move_into(bucket, trainable);
-  return bucket;
+  return FlatShard(flat_layout_of(trainable, /*world_size=*/1), /*rank=*/0, trainable, group, FlatMemory::kViews)
+      .buffer();
 }
 
 }  // namespace

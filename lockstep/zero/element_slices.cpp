@@ -1,6 +1,5 @@
 #include "lockstep/zero/element_slices.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
@@ -12,7 +11,6 @@
 #include <unordered_map>
 
 #include "lockstep/comm/collectives.h"
-#include "lockstep/shard/buffer.h"
 #include "lockstep/shard/flat.h"
 #include "lockstep/zero/bucket_views.h"
 
@@ -22,12 +20,6 @@ namespace {
 // Pieces from here on are runs of their own, so that the gradient can be used where it lies: a further parameter costs
 // the local optimizer less than the copy.
 constexpr int64_t kLargeElements = 64 << 10;
-
-/// An alias that autograd does not track as a view: it becomes a leaf of its own.
-at::Tensor part_of(const at::Tensor& row, const ElementRange& elements) {
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return row.narrow(0, elements.begin, elements.size());
-}
 
 ElementRange moved(const ElementRange& elements, int64_t by) {
   return {elements.begin + by, elements.end + by};
@@ -55,6 +47,13 @@ void copy_gradient(const at::Tensor& row, const ElementRange& to, const at::Tens
   part_of(row, to).copy_(part_of(flattened_like(gradient, parameter), from));
 }
 
+/// How a block of these parameters is cut.
+FlatLayout block_layout(const std::vector<at::Tensor>& parameters, int world_size) {
+  const auto item = static_cast<int64_t>(parameters.front().itemsize());
+  return flat_layout_of(parameters, world_size,
+                        {.slices = std::max<int64_t>(1, ElementSlices::kAlignmentBytes / item)});
+}
+
 /// The values that belong to a piece as a whole.
 bool have_same_rest(const NamedValues& one, int64_t one_elements, const NamedValues& other, int64_t other_elements) {
   if (one.size() != other.size()) return false;
@@ -74,10 +73,7 @@ bool have_same_rest(const NamedValues& one, int64_t one_elements, const NamedVal
 }  // namespace
 
 SlicePlan ElementSlices::plan_for(const std::vector<at::Tensor>& parameters, int world_size) {
-  int64_t total = 0;
-  for (const auto& parameter : parameters) total += parameter.numel();
-  const auto item = static_cast<int64_t>(parameters.front().itemsize());
-  return plan_slices(total, world_size, std::max<int64_t>(1, kAlignmentBytes / item));
+  return block_layout(parameters, world_size).plan();
 }
 
 void ElementSlices::set_groups(std::vector<std::vector<at::Tensor>> groups) {
@@ -116,7 +112,6 @@ void ElementSlices::on_trainability_change() {
 }
 
 ElementSlices::Block ElementSlices::made_block(const std::vector<Member>& members) const {
-  const at::NoGradGuard no_grad;
   Block block{.number = blocks_.size()};
   std::vector<at::Tensor> parameters;
   for (const auto& member : members) {
@@ -124,29 +119,14 @@ ElementSlices::Block ElementSlices::made_block(const std::vector<Member>& member
     block.members.insert(member.parameter.unsafeGetTensorImpl());
     block.last_group = std::max(block.last_group, member.group);
   }
-  block.plan = plan_for(parameters, group_->getSize());
-  const auto total = block.plan.total;
-  block.buffer = allocate_buffer(block.plan.padded(), parameters.front().options().requires_grad(false), group_);
-  block.buffer.narrow(0, total, block.plan.padded() - total).zero_();
-  move_into(block.buffer, parameters);
-
-  const auto slice = own_slice(block);
-  int64_t begin = 0;
-  for (const auto& member : members) {
-    const ElementRange range{begin, begin + member.parameter.numel()};
-    const auto mine = range.is_empty() ? range : intersection(range, slice);
-    // One without elements is a piece too: it has state.
-    if (!mine.is_empty() || (range.is_empty() && block.plan.rank_of(begin) == group_->getRank())) {
-      block.pieces.push_back({.of = member, .parameter_begin = begin, .elements = mine});
-    }
-    begin = range.end;
+  const auto rank = group_->getRank();
+  block.flat = FlatShard(block_layout(parameters, group_->getSize()), rank, parameters, group_, FlatMemory::kViews);
+  for (const auto& piece : block.flat.layout().pieces_of(rank)) {
+    block.pieces.push_back(
+        {.of = members[piece.index], .elements = piece.elements, .in_parameter = piece.in_parameter});
   }
   block.runs = cut(block, PieceValues(block.pieces.size()));
   return block;
-}
-
-ElementRange ElementSlices::own_slice(const Block& block) const {
-  return block.plan.slice_of(group_->getRank());
 }
 
 bool ElementSlices::has_gradient(const Piece& piece) const {
@@ -168,7 +148,7 @@ ElementSlices::Run ElementSlices::made_run(const Block& block, std::size_t first
   Run run{.first = first,
           .last = last,
           .elements = {block.pieces[first].elements.begin, block.pieces[last - 1].elements.end}};
-  run.parameter = part_of(block.buffer, run.elements).requires_grad_();
+  run.parameter = part_of(block.flat.buffer(), run.elements).requires_grad_();
   return run;
 }
 
@@ -228,7 +208,7 @@ void ElementSlices::drop_gradients() {
 at::Tensor ElementSlices::gradient_of(Block& block, const Run& run) const {
   const auto& first = block.pieces[run.first];
   if (!has_gradient(first)) return {};
-  const auto slice = own_slice(block);
+  const auto slice = block.flat.own_range();
   if (scattered_) return part_of(scattered_->slice(block.number), moved(run.elements, -slice.begin));
   for (std::size_t i = run.first; i < run.last; ++i) {
     TORCH_CHECK(block.pieces[i].of.parameter.grad().layout() == at::kStrided,
@@ -237,15 +217,15 @@ at::Tensor ElementSlices::gradient_of(Block& block, const Run& run) const {
   }
   const auto& parameter = first.of.parameter;
   if (is_large(run.elements) && run.last == run.first + 1 && lies_like(parameter.grad(), parameter)) {
-    return part_of(row_of(parameter.grad()), first.in_parameter());
+    return part_of(row_of(parameter.grad()), first.in_parameter);
   }
   if (!block.gradients.defined()) {
-    block.gradients = at::empty({slice.size()}, block.buffer.options());
+    block.gradients = at::empty({slice.size()}, block.flat.buffer().options());
   }
   for (std::size_t i = run.first; i < run.last; ++i) {
     const auto& piece = block.pieces[i];
     copy_gradient(block.gradients, moved(piece.elements, -slice.begin), piece.of.parameter.grad(), piece.of.parameter,
-                  piece.in_parameter());
+                  piece.in_parameter);
   }
   return part_of(block.gradients, moved(run.elements, -slice.begin));
 }
@@ -256,8 +236,8 @@ std::vector<at::Tensor> ElementSlices::own_gradients() const {
     for (const auto& piece : block.pieces) {
       if (!has_gradient(piece) || piece.elements.is_empty()) continue;
       gradients.push_back(
-          scattered_ ? part_of(scattered_->slice(block.number), moved(piece.elements, -own_slice(block).begin))
-                     : part_of(flattened_like(piece.of.parameter.grad(), piece.of.parameter), piece.in_parameter()));
+          scattered_ ? part_of(scattered_->slice(block.number), moved(piece.elements, -block.flat.own_range().begin))
+                     : part_of(flattened_like(piece.of.parameter.grad(), piece.of.parameter), piece.in_parameter));
     }
   }
   return gradients;
@@ -267,9 +247,8 @@ void ElementSlices::sync() {
   if (group_->getSize() == 1) return;
   const at::NoGradGuard no_grad;
   for (const auto& block : blocks_) {
-    if (block.plan.slice == 0) continue;
-    const auto mine = block.buffer.narrow(0, block.plan.slice * group_->getRank(), block.plan.slice);
-    all_gather_into_tensor(block.buffer, mine, group_);
+    if (block.flat.bytes() == 0) continue;
+    all_gather_into_tensor(block.flat.buffer(), block.flat.own_slice(), group_);
   }
 }
 
@@ -288,7 +267,7 @@ std::vector<StatePiece> ElementSlices::pieces(const torch::optim::Optimizer& loc
         value = part_of(value.toTensor(), moved(piece.elements, -run.elements.begin));
       }
       pieces.push_back(
-          {.index = piece.of.index, .elements = piece.in_parameter(), .is_whole = false, .values = std::move(values)});
+          {.index = piece.of.index, .elements = piece.in_parameter, .is_whole = false, .values = std::move(values)});
     }
   });
   return pieces;
@@ -300,7 +279,7 @@ OptimizerStateDict ElementSlices::load(const StateSource& source) {
   std::vector<PieceValues> values_of_block;
   for (auto& block : blocks_after) {
     auto& values = values_of_block.emplace_back();
-    for (const auto& piece : block.pieces) values.push_back(source(piece.of.index, piece.in_parameter(), false));
+    for (const auto& piece : block.pieces) values.push_back(source(piece.of.index, piece.in_parameter, false));
     block.runs = cut(block, values);
   }
   OptimizerStateDict dict;
@@ -325,7 +304,7 @@ NamedValues ElementSlices::joined(const PieceValues& values, const Run& run, con
     }
     std::vector<at::Tensor> parts;
     for (std::size_t i = run.first; i < run.last; ++i) parts.push_back(values[i]->at(name).toTensor());
-    state.emplace(name, at::cat(parts).to(block.buffer.device()));
+    state.emplace(name, at::cat(parts).to(block.flat.buffer().device()));
   }
   return state;
 }
@@ -333,7 +312,7 @@ NamedValues ElementSlices::joined(const PieceValues& values, const Run& run, con
 ShardingBytes ElementSlices::bytes() const {
   ShardingBytes bytes;
   for (const auto& block : blocks_) {
-    bytes.buckets += static_cast<int64_t>(block.buffer.nbytes());
+    bytes.buckets += block.flat.bytes();
     if (block.gradients.defined()) bytes.temporaries += static_cast<int64_t>(block.gradients.nbytes());
   }
   if (scattered_) bytes.gradients = scattered_->bytes();

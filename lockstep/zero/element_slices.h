@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "lockstep/comm/group.h"
+#include "lockstep/shard/flat_shard.h"
 #include "lockstep/zero/scattered_gradients.h"
 #include "lockstep/zero/sharding.h"
 
@@ -56,13 +57,11 @@ class ElementSlices final : public Sharding {
     std::size_t group = 0;
     at::Tensor parameter = {};
   };
-  /// What this rank has of one parameter. Ranges count in the block.
+  /// What this rank has of one parameter.
   struct Piece {
     Member of = {};
-    int64_t parameter_begin = 0;
-    ElementRange elements = {};
-
-    ElementRange in_parameter() const { return {elements.begin - parameter_begin, elements.end - parameter_begin}; }
+    ElementRange elements = {};  // in the block
+    ElementRange in_parameter = {};
   };
   /// Pieces [first, last) of a block, all of one group.
   struct Run {
@@ -74,8 +73,7 @@ class ElementSlices final : public Sharding {
   struct Block {
     std::size_t number = 0;
     std::size_t last_group = 0;
-    SlicePlan plan = {};
-    at::Tensor buffer = {};
+    FlatShard flat = {};
     at::Tensor gradients = {};  // of this rank's slice, where they do not lie like it
     std::unordered_set<const void*> members = {};
     std::vector<Piece> pieces = {};  // this rank's
@@ -84,7 +82,6 @@ class ElementSlices final : public Sharding {
   using PieceValues = std::vector<std::optional<NamedValues>>;
 
   Block made_block(const std::vector<Member>& members) const;
-  ElementRange own_slice(const Block& block) const;
   bool has_gradient(const Piece& piece) const;
   /// As the run's parameter lies; a view if there is nothing to put together.
   at::Tensor gradient_of(Block& block, const Run& run) const;

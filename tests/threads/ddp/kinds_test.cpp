@@ -182,6 +182,37 @@ TEST_P(SyncBatchNormRanks, EqualBatchNormOverTheWholeBatch) {
   });
 }
 
+// A penalty on the gradient of the input, as some losses have: its gradients reach through the statistics too.
+TEST_P(SyncBatchNormRanks, AreTwiceDifferentiable) {
+  const auto options = at::TensorOptions(at::kDouble);
+  const auto whole = at::randn({12, 4, 3}, at::detail::createCPUGenerator(5), options) * 3 + 1;
+  const auto weights = at::randn({12, 4, 3}, at::detail::createCPUGenerator(6), options);
+  const auto penalties = at::randn({12, 4, 3}, at::detail::createCPUGenerator(7), options);
+  // Of the input, the weight, and the weight that the penalty has in the loss.
+  const auto second_gradients = [&](auto& layer, int64_t begin, int64_t rows) {
+    const auto input = whole.narrow(0, begin, rows).clone().requires_grad_();
+    const auto factor = weights.narrow(0, begin, rows).clone().requires_grad_();
+    const auto loss = (layer->forward(input).pow(2) * factor).sum();
+    const auto first = torch::autograd::grad({loss}, {input}, {}, true, true)[0];
+    const auto penalty = (first.pow(2) * penalties.narrow(0, begin, rows)).sum();
+    return torch::autograd::grad({penalty}, {input, layer->weight, factor});
+  };
+  auto reference = seeded(torch::nn::BatchNorm1d(4));
+  reference->to(at::kDouble);
+  const auto wanted = second_gradients(reference, 0, 12);
+  testing::run_threads_in_gtest({.world_size = GetParam()}, [&](const World& world) {
+    const int64_t begin = world.rank() * (world.rank() + 1) / 2;
+    const int64_t rows = world.rank() + 1 < world.world_size() ? world.rank() + 1 : 12 - begin;
+    auto layer = SyncBatchNorm(torch::nn::BatchNormOptions(4));
+    seeded(layer)->to(at::kDouble);
+    auto found = second_gradients(layer, begin, rows);
+    EXPECT_TRUE(at::allclose(found[0], wanted[0].narrow(0, begin, rows), 1e-8, 1e-8));
+    EXPECT_TRUE(at::allclose(found[2], wanted[2].narrow(0, begin, rows), 1e-8, 1e-8));
+    all_reduce(found[1], world.group());
+    EXPECT_TRUE(at::allclose(found[1], wanted[1], 1e-8, 1e-8));
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Worlds, SyncBatchNormRanks, ::testing::Values(1, 2, 3));
 
 // DDP-61

@@ -1,0 +1,27 @@
+// The layout a parameter carries. Whoever shards a parameter says so here; optimizers, clipping and checkpoints ask.
+//
+// A layout belongs to the tensor object, the one all copies of a handle share. It stays through set_data() and set_(),
+// and so through Module::to(), torch::load() and a move into a flat buffer; through requires_grad_() and backward(). A
+// detach(), a clone(), a view or Cloneable::clone() is another tensor and has none. It goes with the tensor, and with
+// it what the layout keeps alive: its mesh.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+
+#include "lockstep/shard/layout.h"
+
+namespace lockstep {
+
+/// Null if the tensor carries none. Local; may be called from several threads at once, as long as none sets.
+std::shared_ptr<const Layout> layout_of(const at::Tensor& tensor);
+
+/// Replaces the one it carries. `tensor` is a leaf and has the layout's local sizes; they are not looked at again, so
+/// whoever gives it other ones later sets another layout. Local.
+void set_layout(const at::Tensor& tensor, Layout layout);
+
+/// Does nothing if there is none.
+void clear_layout(const at::Tensor& tensor);
+
+}  // namespace lockstep
