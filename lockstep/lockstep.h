@@ -23,7 +23,7 @@
 #include "lockstep/optim/named_state.h"
 #include "lockstep/optim/optimizers.h"
 #include "lockstep/optim/overflow.h"
-#include "lockstep/state/python_state.h"
+#include "lockstep/state/python_format.h"
 #include "lockstep/zero/objects.h"
 #include "lockstep/zero/overlap_hooks.h"
 #include "lockstep/zero/overlap_info.h"

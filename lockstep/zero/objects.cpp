@@ -7,7 +7,7 @@
 #include <torch/csrc/jit/serialization/pickle.h>
 
 #include "lockstep/comm/collectives.h"
-#include "lockstep/state/state_dict.h"
+#include "lockstep/state/optimizer_state.h"
 
 namespace lockstep {
 

@@ -12,7 +12,7 @@
 
 #include "lockstep/ddp/engine.h"
 #include "lockstep/optim/functional.h"
-#include "lockstep/state/state_piece.h"
+#include "lockstep/state/piece.h"
 #include "lockstep/zero/overlap_info.h"
 
 namespace lockstep {

@@ -8,7 +8,7 @@
 
 #include <vector>
 
-#include "lockstep/state/state_piece.h"
+#include "lockstep/state/piece.h"
 
 namespace lockstep::detail {
 

@@ -8,7 +8,7 @@
 #include "lockstep/base/str.h"
 #include "lockstep/comm/failure_notice.h"
 #include "lockstep/comm/objects.h"
-#include "lockstep/state/state_files.h"
+#include "lockstep/state/files.h"
 #include "lockstep/zero/state_access.h"
 
 namespace lockstep {

@@ -4,7 +4,7 @@
 #include <sstream>
 
 #include "lockstep/base/str.h"
-#include "lockstep/state/python_state.h"
+#include "lockstep/state/python_format.h"
 #include "lockstep/testing/recorder.h"
 #include "lockstep/zero/objects.h"
 #include "tests/support/zero_fixtures.h"

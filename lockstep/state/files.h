@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/state/state_stream.h"
+#include "lockstep/state/stream.h"
 
 namespace lockstep::detail {
 

@@ -1,4 +1,4 @@
-#include "lockstep/state/state_stream.h"
+#include "lockstep/state/stream.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>

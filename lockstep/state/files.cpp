@@ -1,4 +1,4 @@
-#include "lockstep/state/state_files.h"
+#include "lockstep/state/files.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
@@ -10,7 +10,7 @@
 #include <iterator>
 
 #include "lockstep/base/str.h"
-#include "lockstep/state/python_state.h"
+#include "lockstep/state/python_format.h"
 
 namespace lockstep::detail {
 namespace {

@@ -1,4 +1,4 @@
-#include "lockstep/state/python_state.h"
+#include "lockstep/state/python_format.h"
 
 #include <ATen/ops/scalar_tensor.h>
 #include <c10/util/Exception.h>

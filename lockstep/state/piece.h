@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "lockstep/shard/slice_plan.h"
-#include "lockstep/state/state_dict.h"
+#include "lockstep/state/optimizer_state.h"
 
 namespace lockstep::detail {
 

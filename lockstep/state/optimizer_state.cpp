@@ -1,4 +1,4 @@
-#include "lockstep/state/state_dict.h"
+#include "lockstep/state/optimizer_state.h"
 
 #include <c10/util/Exception.h>
 

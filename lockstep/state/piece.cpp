@@ -1,4 +1,4 @@
-#include "lockstep/state/state_piece.h"
+#include "lockstep/state/piece.h"
 
 #include <ATen/ops/empty.h>
 
