@@ -9,7 +9,7 @@
 #include "lockstep/comm/collectives.h"
 #include "lockstep/nn/gradient_copy.h"
 #include "lockstep/shard/buffer.h"
-#include "lockstep/state/piece.h"
+#include "lockstep/shard/flat.h"
 
 namespace lockstep::detail {
 namespace {
