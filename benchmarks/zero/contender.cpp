@@ -6,7 +6,7 @@
 
 #include "benchmarks/kit/workload.h"
 #include "lockstep/ddp/distributed_data_parallel.h"
-#include "lockstep/state/state_dict.h"
+#include "lockstep/state/optimizer_state.h"
 #include "lockstep/testing/memory_probe.h"
 #include "lockstep/zero/streaming.h"
 #include "lockstep/zero/zero_redundancy_optimizer.h"

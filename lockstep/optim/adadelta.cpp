@@ -12,8 +12,8 @@ namespace lockstep::optim {
 
 void AdadeltaRule::check(const Options& options) {
   detail::check_not_negative(kName, "learning rate", options.lr);
-  TORCH_CHECK_VALUE(options.rho >= 0 && options.rho <= 1, "[lockstep/optim] Adadelta: Invalid rho value: ", options.rho,
-                    ". It must be from 0 to 1.");
+  TORCH_CHECK(options.rho >= 0 && options.rho <= 1, "[lockstep/optim] Adadelta: Invalid rho value: ", options.rho,
+              ". It must be from 0 to 1.");
   detail::check_not_negative(kName, "epsilon value", options.eps);
   detail::check_not_negative(kName, "weight_decay value", options.weight_decay);
 }

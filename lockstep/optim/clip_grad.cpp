@@ -4,14 +4,22 @@
 #include <ATen/ops/_foreach_clamp_min.h>
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_foreach_norm.h>
+#include <ATen/ops/full_like.h>
 #include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/minimum.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
+#include <torch/optim/optimizer.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
+
+#include "lockstep/comm/collectives.h"
+#include "lockstep/comm/world.h"
 
 namespace lockstep {
 namespace {
@@ -36,36 +44,113 @@ at::Tensor local_norm(const std::vector<at::Tensor>& tensors, const NormOptions&
   return at::linalg_vector_norm(at::stack(norms), options.norm_type);
 }
 
-/// The norm of a vector of which this rank has a part with that norm.
-at::Tensor norm_over_shards(const at::Tensor& local, bool is_empty, const NormOptions& options) {
-  const auto order = options.norm_type;
-  // In double: powers of norms leave the range of float long before norms do.
-  auto value = local.to(at::kDouble);
-  // Such norms are of the smallest elements, and nothing has none.
-  if (order < 0 && is_empty) value.fill_(std::numeric_limits<double>::infinity());
-  if (std::isinf(order)) {
-    options.over_shards(value, order > 0 ? ShardReduce::kMax : ShardReduce::kMin);
-  } else if (order == 0) {
-    options.over_shards(value, ShardReduce::kSum);
-  } else {
-    value = value.pow(order);
-    options.over_shards(value, ShardReduce::kSum);
-    value = value.pow(1 / order);
+/// Norms of parts as they are put together to that of the whole, in double: powers of norms leave the range of float
+/// long before norms do.
+class NormOfParts {
+ public:
+  explicit NormOfParts(double order) : order_(order) {}
+
+  /// What a part contributes.
+  at::Tensor contribution(const at::Tensor& norm, bool is_empty, c10::Device device) const {
+    auto value = norm.to(device, at::kDouble);
+    // Norms of negative order are of the smallest elements, and where there is nothing there is none.
+    if (order_ < 0 && is_empty) value = at::full_like(value, std::numeric_limits<double>::infinity());
+    return has_powers() ? value.pow(order_) : value;
   }
-  return value.to(local.scalar_type());
+  void reduce(at::Tensor& contribution, const GroupPtr& group) const {
+    all_reduce(contribution, group, !std::isinf(order_) ? ReduceOp::SUM : order_ > 0 ? ReduceOp::MAX : ReduceOp::MIN);
+  }
+  at::Tensor combined(const at::Tensor& one, const at::Tensor& other) const {
+    if (!std::isinf(order_)) return one + other;
+    return order_ > 0 ? at::maximum(one, other) : at::minimum(one, other);
+  }
+  at::Tensor norm(const at::Tensor& contributions) const {
+    return has_powers() ? contributions.pow(1 / order_) : contributions;
+  }
+
+ private:
+  bool has_powers() const { return !std::isinf(order_) && order_ != 0; }
+
+  const double order_;
+};
+
+void check_finite(const at::Tensor& norm, const NormOptions& options) {
+  if (!options.error_if_nonfinite) return;
+  TORCH_CHECK(norm.isfinite().item<bool>(), "[lockstep/optim] the norm of order ", options.norm_type,
+              " of the gradients is ", norm.item<double>(),
+              ", so they cannot be clipped. With error_if_nonfinite=false they are multiplied nevertheless.");
+}
+
+/// Kernels take lists on one device.
+std::vector<std::vector<at::Tensor>> by_device(const std::vector<at::Tensor>& tensors) {
+  std::vector<std::vector<at::Tensor>> lists;
+  for (const auto& tensor : tensors) {
+    const auto found = std::find_if(lists.begin(), lists.end(),
+                                    [&](const auto& list) { return list.front().device() == tensor.device(); });
+    (found == lists.end() ? lists.emplace_back() : *found).push_back(tensor);
+  }
+  return lists;
+}
+
+std::vector<at::Tensor> all_of(const std::vector<GradientShard>& shards) {
+  std::vector<at::Tensor> gradients;
+  for (const auto& shard : shards) gradients.insert(gradients.end(), shard.gradients.begin(), shard.gradients.end());
+  return gradients;
+}
+
+std::vector<at::Tensor> parameters_of(torch::optim::Optimizer& optimizer) {
+  std::vector<at::Tensor> parameters;
+  for (const auto& group : optimizer.param_groups()) {
+    parameters.insert(parameters.end(), group.params().begin(), group.params().end());
+  }
+  return parameters;
+}
+
+void limit_values(const std::vector<at::Tensor>& gradients, double clip_value, bool foreach) {
+  const at::NoGradGuard no_grad;
+  if (!foreach) {
+    for (const auto& gradient : gradients) gradient.clamp_(-clip_value, clip_value);
+    return;
+  }
+  for (const auto& list : by_device(gradients)) {
+    at::_foreach_clamp_min_(list, -clip_value);
+    at::_foreach_clamp_max_(list, clip_value);
+  }
 }
 
 }  // namespace
 
 at::Tensor get_total_norm(const std::vector<at::Tensor>& tensors, const NormOptions& options) {
+  auto of_shards = options;
+  of_shards.process_group.reset();
+  if (!tensors.empty()) of_shards.device = tensors.front().device();
+  GradientShard shard{.gradients = tensors};
+  if (options.process_group) shard.groups = {*options.process_group ? *options.process_group : default_group()};
+  return get_total_norm_of_shards({shard}, of_shards);
+}
+
+at::Tensor get_total_norm_of_shards(const std::vector<GradientShard>& shards, const NormOptions& options) {
   const at::NoGradGuard no_grad;
-  auto norm = local_norm(tensors, options);
-  if (options.over_shards) norm = norm_over_shards(norm, tensors.empty(), options);
-  if (options.error_if_nonfinite) {
-    TORCH_CHECK(norm.isfinite().item<bool>(), "[lockstep/optim] the norm of order ", options.norm_type,
-                " of the gradients is ", norm.item<double>(),
-                ", so they cannot be clipped. With error_if_nonfinite=false they are multiplied nevertheless.");
+  TORCH_CHECK(!options.process_group, "[lockstep/optim] these gradients come with the groups over which they are ",
+              "divided. Leave NormOptions::process_group out.");
+  at::Tensor norm;
+  if (shards.size() == 1 && shards.front().groups.empty()) {
+    // Without a detour through double, which would cost the last bit.
+    norm = local_norm(shards.front().gradients, options);
+  } else {
+    const NormOfParts parts(options.norm_type);
+    at::Tensor total;
+    auto dtype = at::kFloat;
+    for (const auto& shard : shards) {
+      const auto local = local_norm(shard.gradients, options);
+      if (!shard.gradients.empty()) dtype = local.scalar_type();
+      auto contribution = parts.contribution(local, shard.gradients.empty(), options.device);
+      for (const auto& group : shard.groups) parts.reduce(contribution, group);
+      total = total.defined() ? parts.combined(total, contribution) : contribution;
+    }
+    norm = total.defined() ? parts.norm(total).to(dtype) : at::zeros({}, at::TensorOptions(options.device));
   }
+  check_finite(norm, options);
   return norm;
 }
 
@@ -78,10 +163,13 @@ void scale_to_norm_(const std::vector<at::Tensor>& gradients, double max_norm, c
                     bool foreach) {
   const at::NoGradGuard no_grad;
   if (gradients.empty()) return;
-  // Never a question of the host to the device: multiplying by 1 is cheaper.
+  // The host never asks the device whether there is something to clip: multiplying by 1 is cheaper than waiting.
   const auto factor = total_norm.add(1e-6).reciprocal().mul(max_norm).clamp_max(1.0);
-  if (foreach) return at::_foreach_mul_(gradients, factor.to(gradients.front().device()));
-  for (const auto& gradient : gradients) gradient.mul_(factor.to(gradient.device()));
+  if (!foreach) {
+    for (const auto& gradient : gradients) gradient.mul_(factor.to(gradient.device()));
+    return;
+  }
+  for (const auto& list : by_device(gradients)) at::_foreach_mul_(list, factor.to(list.front().device()));
 }
 
 at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm, const NormOptions& options) {
@@ -90,16 +178,24 @@ at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max
   return norm;
 }
 
+at::Tensor clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm, const NormOptions& options) {
+  auto* sharded = dynamic_cast<ShardedGradients*>(&optimizer);
+  if (sharded == nullptr) return clip_grad_norm_(parameters_of(optimizer), max_norm, options);
+  auto of_shards = options;
+  of_shards.device = sharded->gradient_device();
+  const auto norm = get_total_norm_of_shards(sharded->gradients_for_norm(), of_shards);
+  scale_to_norm_(all_of(sharded->own_gradients()), max_norm, norm, options.foreach);
+  return norm;
+}
+
 void clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_value, bool foreach) {
-  const at::NoGradGuard no_grad;
-  const auto gradients = gradients_of(parameters);
-  if (gradients.empty()) return;
-  if (foreach) {
-    at::_foreach_clamp_min_(gradients, -clip_value);
-    at::_foreach_clamp_max_(gradients, clip_value);
-  } else {
-    for (const auto& gradient : gradients) gradient.clamp_(-clip_value, clip_value);
-  }
+  limit_values(gradients_of(parameters), clip_value, foreach);
+}
+
+void clip_grad_value_(torch::optim::Optimizer& optimizer, double clip_value, bool foreach) {
+  auto* sharded = dynamic_cast<ShardedGradients*>(&optimizer);
+  limit_values(sharded != nullptr ? all_of(sharded->own_gradients()) : gradients_of(parameters_of(optimizer)),
+               clip_value, foreach);
 }
 
 }  // namespace lockstep

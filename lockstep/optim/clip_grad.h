@@ -1,21 +1,24 @@
 // Clipping of gradients, by their norm and by value. Python's functions of torch.nn.utils, which here know shards:
 // other ranks hold other parts of the gradients, and all clip by the norm of the whole.
+//
+//   clip_grad_norm_(optimizer, 1.0);      // any optimizer, whatever it has divided: nothing else to know
+//   clip_grad_norm_(parameters, 1.0);     // of parameters that this rank has the whole gradients of
+//   clip_grad_norm_(mine, 1.0, {.process_group = group});  // every gradient is on one rank of the group, or cut
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
-#include <functional>
 #include <optional>
 #include <vector>
 
+#include "lockstep/optim/sharded_gradients.h"
+
+namespace torch::optim {
+class Optimizer;
+}
+
 namespace lockstep {
-
-enum class ShardReduce { kSum, kMax, kMin };
-
-/// Combines a number over the ranks, in place, so that all have the same: an all_reduce of the group that holds the
-/// shards. Collective.
-using ShardReduction = std::function<void(at::Tensor& value, ShardReduce operation)>;
 
 struct NormOptions {
   /// As of torch.linalg.vector_norm: 2, 1, infinity, …
@@ -24,15 +27,20 @@ struct NormOptions {
   bool error_if_nonfinite = false;
   /// False: tensor by tensor.
   bool foreach = true;
-  /// Given: every gradient is on exactly one rank, whole or in parts, and the norm is that of all. Every rank must
-  /// call, those without gradients too.
-  ShardReduction over_shards = nullptr;
-  /// Where the norm is if there is no gradient; ranks with none need it if the reduction does.
+  /// Given: every element of the gradients is on exactly one rank of the group, and the norm is that of all. Every rank
+  /// must call, those without gradients too. A null group is the default group.
+  std::optional<GroupPtr> process_group = std::nullopt;
+  /// Where the norm is if there is no gradient; ranks with none need it if the group does.
   c10::Device device = at::kCPU;
 };
 
-/// The norm of the norms of the tensors: that of one vector with all their elements. Zero if there are none.
+/// The norm of the norms of the tensors: that of one vector with all their elements. Zero if there are none. Collective
+/// and blocking if a group is given.
 at::Tensor get_total_norm(const std::vector<at::Tensor>& tensors, const NormOptions& options = {});
+
+/// The same over shards that are divided differently: each over its own groups, gradients without groups counted once.
+/// Takes no process_group. Collective and blocking over the groups, in the order of the shards.
+at::Tensor get_total_norm_of_shards(const std::vector<GradientShard>& shards, const NormOptions& options = {});
 
 /// Multiplies the parameters' gradients by max_norm / total_norm if that is less than 1. Local.
 void clip_grads_with_norm_(const std::vector<at::Tensor>& parameters, double max_norm, const at::Tensor& total_norm,
@@ -42,10 +50,18 @@ void clip_grads_with_norm_(const std::vector<at::Tensor>& parameters, double max
 void scale_to_norm_(const std::vector<at::Tensor>& gradients, double max_norm, const at::Tensor& total_norm,
                     bool foreach = true);
 
-/// Both. Returns the norm before. Nothing is changed if it throws.
+/// Norm and clipping in one. Returns the norm before. Nothing is changed if it throws.
 at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm, const NormOptions& options = {});
+
+/// Clips what the optimizer's next step uses, wherever that is: a ShardedGradients knows, and then takes no
+/// process_group and is collective and blocking over its groups; of any other optimizer it is the .grad of all its
+/// parameters.
+at::Tensor clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm, const NormOptions& options = {});
 
 /// Limits every element of the parameters' gradients to [-clip_value, clip_value]. Local: shards need nothing else.
 void clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_value, bool foreach = true);
+
+/// The same for what the optimizer's next step uses. Local.
+void clip_grad_value_(torch::optim::Optimizer& optimizer, double clip_value, bool foreach = true);
 
 }  // namespace lockstep

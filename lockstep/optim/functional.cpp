@@ -14,14 +14,14 @@ FunctionalOptimizer::FunctionalOptimizer(std::vector<at::Tensor> parameters) : p
 }
 
 void FunctionalOptimizer::check_count(const std::vector<at::Tensor>& gradients) const {
-  TORCH_CHECK_VALUE(gradients.size() == parameters_.size(), "[lockstep/optim] ", name(), ": step() was given ",
-                    gradients.size(), " gradients for ", parameters_.size(),
-                    " parameters. It takes one for each, undefined for those that shall stay.");
+  TORCH_CHECK(gradients.size() == parameters_.size(), "[lockstep/optim] ", name(), ": step() was given ",
+              gradients.size(), " gradients for ", parameters_.size(),
+              " parameters. It takes one for each, undefined for those that shall stay.");
 }
 
 void FunctionalOptimizer::check_index(std::size_t index) const {
-  TORCH_CHECK_INDEX(index < parameters_.size(), "[lockstep/optim] ", name(), ": there is no parameter ", index, " of ",
-                    parameters_.size());
+  TORCH_CHECK(index < parameters_.size(), "[lockstep/optim] ", name(), ": there is no parameter ", index, " of ",
+              parameters_.size());
 }
 
 template <class Rule>
@@ -46,14 +46,14 @@ void Functional<Rule>::set_options(const torch::optim::OptimizerOptions& options
 }
 
 template <class Rule>
-NamedState Functional<Rule>::state(std::size_t index) const {
+NamedValues Functional<Rule>::state(std::size_t index) const {
   check_index(index);
   auto state = states_[index];
   return detail::to_named(detail::StateShape::of<Rule>(), state.ref());
 }
 
 template <class Rule>
-void Functional<Rule>::load_state(std::size_t index, const NamedState& state) {
+void Functional<Rule>::load_state(std::size_t index, const NamedValues& state) {
   check_index(index);
   states_[index] = detail::from_named(detail::StateShape::of<Rule>(), state, parameters()[index],
                                       str("[lockstep/optim] ", Rule::kName, ": state of parameter ", index));

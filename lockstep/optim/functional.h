@@ -35,11 +35,11 @@ class FunctionalOptimizer {
   /// libtorch's do not know (maximize) keeps its value. Throws on those of another optimizer.
   virtual void set_options(const torch::optim::OptimizerOptions& options) = 0;
 
-  /// The tensors themselves, not copies; empty if the parameter has had no gradient.
-  virtual NamedState state(std::size_t index) const = 0;
+  /// As named_state() gives it: the tensors themselves, not copies; empty if the parameter has had no gradient.
+  virtual NamedValues state(std::size_t index) const = 0;
   /// Takes a copy, on the parameter's device and of its dtype and layout. Empty: forgets the state. Throws on unknown
   /// names and other sizes, having changed nothing.
-  virtual void load_state(std::size_t index, const NamedState& state) = 0;
+  virtual void load_state(std::size_t index, const NamedValues& state) = 0;
 
  protected:
   /// Throws unless there is one for each parameter.
@@ -62,8 +62,8 @@ class Functional final : public FunctionalOptimizer {
   void step(const std::vector<at::Tensor>& gradients) override;
   GroupOptions<Options>& options() override { return options_; }
   void set_options(const torch::optim::OptimizerOptions& options) override;
-  NamedState state(std::size_t index) const override;
-  void load_state(std::size_t index, const NamedState& state) override;
+  NamedValues state(std::size_t index) const override;
+  void load_state(std::size_t index, const NamedValues& state) override;
 
  private:
   GroupOptions<Options> options_;

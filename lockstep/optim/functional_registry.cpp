@@ -58,7 +58,7 @@ class Registry {
 }  // namespace
 
 void register_functional(const std::string& key, FunctionalFactory factory) {
-  TORCH_CHECK_VALUE(factory, "[lockstep/optim] register_functional was given no factory for '", key, "'");
+  TORCH_CHECK(factory, "[lockstep/optim] register_functional was given no factory for '", key, "'");
   Registry::instance().add(key, std::move(factory));
 }
 
@@ -69,8 +69,8 @@ bool has_functional_form(const std::string& key) {
 std::unique_ptr<FunctionalOptimizer> functional_form_of(const std::string& key, std::vector<at::Tensor> parameters,
                                                         const torch::optim::OptimizerOptions& options) {
   const auto factory = Registry::instance().find(key);
-  TORCH_CHECK_VALUE(factory, "[lockstep/optim] optimizer ", key,
-                    " has no functional form. Give it one with register_functional().");
+  TORCH_CHECK(factory, "[lockstep/optim] optimizer ", key,
+              " has no functional form. Give it one with register_functional().");
   auto made = factory(std::move(parameters), options);
   TORCH_CHECK(made, "[lockstep/optim] the factory of the functional form of ", key, " made none");
   LOG(INFO) << "[lockstep/optim] " << key << " steps in its functional form, " << made->name();

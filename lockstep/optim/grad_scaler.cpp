@@ -9,22 +9,24 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <utility>
 
-#include "lockstep/optim/gradient_holder.h"
+#include "lockstep/comm/collectives.h"
+#include "lockstep/comm/world.h"
 
 namespace lockstep {
 namespace {
 
-std::vector<at::Tensor> gradients_of(torch::optim::Optimizer& optimizer) {
-  if (auto* holder = dynamic_cast<GradientHolder*>(&optimizer)) return holder->held_gradients();
+std::vector<GradientShard> gradients_of(torch::optim::Optimizer& optimizer) {
+  if (auto* sharded = dynamic_cast<ShardedGradients*>(&optimizer)) return sharded->own_gradients();
   std::vector<at::Tensor> gradients;
   for (const auto& group : optimizer.param_groups()) {
     for (const auto& parameter : group.params()) {
       if (parameter.grad().defined()) gradients.push_back(parameter.grad());
     }
   }
-  return gradients;
+  return {{.gradients = std::move(gradients)}};
 }
 
 }  // namespace
@@ -36,10 +38,10 @@ GradScaler::GradScaler(GradScalerOptions options) : options_(std::move(options))
     options_.enabled = false;
   }
   if (!options_.enabled) return;
-  TORCH_CHECK_VALUE(options_.growth_factor > 1, "[lockstep/optim] the growth factor must be > 1, not ",
-                    options_.growth_factor);
-  TORCH_CHECK_VALUE(options_.backoff_factor < 1, "[lockstep/optim] the backoff factor must be < 1, not ",
-                    options_.backoff_factor);
+  TORCH_CHECK(options_.growth_factor > 1, "[lockstep/optim] the growth factor must be > 1, not ",
+              options_.growth_factor);
+  TORCH_CHECK(options_.backoff_factor < 1, "[lockstep/optim] the backoff factor must be < 1, not ",
+              options_.backoff_factor);
 }
 
 at::Tensor GradScaler::scale_on(c10::Device device) {
@@ -65,15 +67,17 @@ void GradScaler::check_scale(const char* function) const {
               "() before there is a scale. Multiply the loss by scale() first.");
 }
 
-at::Tensor GradScaler::unscale_gradients(torch::optim::Optimizer& optimizer) const {
+at::Tensor GradScaler::unscale_gradients(const std::vector<GradientShard>& shards) const {
   // Kernels take lists of one device and dtype.
   std::map<std::pair<std::string, at::ScalarType>, std::vector<at::Tensor>> lists;
-  for (const auto& gradient : gradients_of(optimizer)) {
-    TORCH_CHECK_VALUE(gradient.scalar_type() != at::kHalf,
-                      "[lockstep/optim] GradScaler: gradients of type float16 cannot be unscaled: keep parameters in "
-                      "float32");
-    lists[{gradient.device().str(), gradient.scalar_type()}].push_back(gradient.is_sparse() ? gradient._values()
-                                                                                            : gradient);
+  for (const auto& shard : shards) {
+    for (const auto& gradient : shard.gradients) {
+      TORCH_CHECK(gradient.scalar_type() != at::kHalf,
+                  "[lockstep/optim] GradScaler: gradients of type float16 cannot be unscaled: keep parameters in "
+                  "float32");
+      const auto values = gradient.is_sparse() ? gradient._values() : gradient;
+      lists[{gradient.device().str(), gradient.scalar_type()}].push_back(values);
+    }
   }
   // As in Python, exactly: 1 / scale is rounded to float once.
   const auto inverse = scale_.to(at::kDouble).reciprocal().to(at::kFloat);
@@ -88,6 +92,16 @@ at::Tensor GradScaler::unscale_gradients(torch::optim::Optimizer& optimizer) con
   return found_inf;
 }
 
+std::vector<GroupPtr> GradScaler::groups_to_agree(const std::vector<GradientShard>& shards) const {
+  std::vector<GroupPtr> groups;
+  const auto add = [&](const GroupPtr& group) {
+    if (std::find(groups.begin(), groups.end(), group) == groups.end()) groups.push_back(group);
+  };
+  if (const auto& given = options_.process_group) add(*given ? *given : default_group());
+  for (const auto& shard : shards) std::for_each(shard.groups.begin(), shard.groups.end(), add);
+  return groups;
+}
+
 void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   if (!options_.enabled) return;
   check_scale("unscale_");
@@ -97,10 +111,11 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
       "[lockstep/optim] GradScaler: unscale_() has already been called on this optimizer since the last update()");
   TORCH_CHECK(state.stage != Stage::kStepped, "[lockstep/optim] GradScaler: unscale_() is being called after step()");
   const at::NoGradGuard no_grad;
-  auto found_inf = unscale_gradients(optimizer);
-  if (options_.agree) {
+  const auto shards = gradients_of(optimizer);
+  auto found_inf = unscale_gradients(shards);
+  for (const auto& group : groups_to_agree(shards)) {
     if (!found_inf.defined()) found_inf = at::zeros({}, scale_.options());
-    options_.agree(found_inf);
+    all_reduce(found_inf, group, ReduceOp::MAX);
   }
   state = {.stage = Stage::kUnscaled, .found_inf = found_inf};
 }
@@ -115,7 +130,12 @@ at::Tensor GradScaler::step(torch::optim::Optimizer& optimizer) {
   TORCH_CHECK(state.found_inf.defined(),
               "[lockstep/optim] GradScaler: step() of an optimizer none of whose parameters has a gradient");
   at::Tensor loss;
-  if (state.found_inf.item<float>() == 0) loss = optimizer.step();
+  if (state.found_inf.item<float>() == 0) {
+    loss = optimizer.step();
+  } else if (auto* sharded = dynamic_cast<ShardedGradients*>(&optimizer)) {
+    // The next backward would add to them, and zero_grad() of the base class does not reach them.
+    sharded->discard_gradients();
+  }
   state.stage = Stage::kStepped;
   return loss;
 }
@@ -159,9 +179,9 @@ std::map<std::string, double> GradScaler::state_dict() const {
 
 void GradScaler::load_state_dict(const std::map<std::string, double>& state) {
   if (!options_.enabled) return;
-  TORCH_CHECK_VALUE(!state.empty(), "[lockstep/optim] GradScaler: the state is empty, as that of a disabled one is");
+  TORCH_CHECK(!state.empty(), "[lockstep/optim] GradScaler: the state is empty, as that of a disabled one is");
   for (const auto* name : {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}) {
-    TORCH_CHECK_VALUE(state.count(name) == 1, "[lockstep/optim] GradScaler: the state has no '", name, "'");
+    TORCH_CHECK(state.count(name) == 1, "[lockstep/optim] GradScaler: the state has no '", name, "'");
   }
   first_scale_ = state.at("scale");
   first_growth_tracker_ = static_cast<int64_t>(state.at("_growth_tracker"));

@@ -5,18 +5,21 @@
 //   scaler.step(optimizer);         // or scaler.unscale_(optimizer), clip, and then step
 //   scaler.update();
 //
-// Ranks that hold different gradients (shards) must agree on leaving out a step, else their parameters and scales part:
-// `agree` does that, before any of them steps. For one thread.
+// Ranks that hold different gradients must agree on leaving out a step before any of them steps, else their parameters
+// and scales part. Of a ShardedGradients the scaler knows with whom; of other optimizers `process_group` says it. For
+// one thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
 
-#include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
+
+#include "lockstep/optim/sharded_gradients.h"
 
 namespace lockstep {
 
@@ -29,9 +32,9 @@ struct GradScalerOptions {
   int64_t growth_interval = 2000;
   /// False: everything passes through.
   bool enabled = true;
-  /// Given 1 in a tensor if this rank's gradients have overflowed and 0 if not: makes it the largest of all ranks'.
-  /// Collective: all ranks unscale the same optimizers in the same order, also those without a gradient.
-  std::function<void(at::Tensor& found_inf)> agree = nullptr;
+  /// Given: if the gradients of one of its ranks have overflowed, no rank steps. Collective: all ranks unscale the same
+  /// optimizers in the same order, also those without a gradient. A null group is the default group.
+  std::optional<GroupPtr> process_group = std::nullopt;
 };
 
 class GradScaler {
@@ -41,12 +44,13 @@ class GradScaler {
   at::Tensor scale(const at::Tensor& output);
   std::vector<at::Tensor> scale(const std::vector<at::Tensor>& outputs);
 
-  /// Divides the gradients of the optimizer's parameters by the scale and notes whether they are finite. At most once
-  /// between updates, and before step(): for programs that look at gradients or clip them.
+  /// Divides the gradients that the optimizer's step uses by the scale and notes whether they are finite. At most once
+  /// between updates, and before step(): for programs that look at gradients or clip them. Collective and blocking if
+  /// ranks must agree.
   void unscale_(torch::optim::Optimizer& optimizer);
 
   /// Unscales unless that is done, and steps if all gradients are finite. Returns what the optimizer's step() returned;
-  /// undefined if it was left out.
+  /// undefined if it was left out. A step that is left out discards what a ShardedGradients holds outside of .grad.
   at::Tensor step(torch::optim::Optimizer& optimizer);
 
   /// Ends the iteration: shrinks the scale if a step was left out, and lets it grow after growth_interval that were
@@ -81,7 +85,9 @@ class GradScaler {
   at::Tensor scale_on(c10::Device device);
   void check_scale(const char* function) const;
   /// 1 if a gradient is not finite, on the scale's device; undefined if there is no gradient.
-  at::Tensor unscale_gradients(torch::optim::Optimizer& optimizer) const;
+  at::Tensor unscale_gradients(const std::vector<GradientShard>& shards) const;
+  /// With whom this rank must agree about gradients that are divided so: each group once, in the same order on all.
+  std::vector<GroupPtr> groups_to_agree(const std::vector<GradientShard>& shards) const;
 
   GradScalerOptions options_;
   // Numbers as long as the device is not known, then tensors there.

@@ -1,7 +1,6 @@
 #include "lockstep/optim/named_state.h"
 
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/scalar_tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/Type.h>
@@ -57,14 +56,28 @@ bool follows(const torch::optim::Optimizer& optimizer) {
 template <class Visit, class... Rules>
 void with_rule_of(const torch::optim::Optimizer& optimizer, RuleList<Rules...> /*rules*/, Visit visit) {
   const bool is_known = ((follows<Rules>(optimizer) && (visit.template operator()<Rules>(), true)) || ...);
-  TORCH_CHECK_VALUE(is_known, "[lockstep/optim] the state of ", c10::demangle(typeid(optimizer).name()),
-                    " has no known names: it is none of the optimizers of torch::optim and lockstep::optim that have");
+  TORCH_CHECK(is_known, "[lockstep/optim] the state of ", c10::demangle(typeid(optimizer).name()),
+              " has no known names: it is none of the optimizers of torch::optim and lockstep::optim that have");
+}
+
+constexpr const char* kStep = "step";
+
+/// libtorch writes slots that are not in use as undefined tensors, Python as None.
+bool is_nothing(const c10::IValue& value) {
+  return value.isNone() || (value.isTensor() && !value.toTensor().defined());
+}
+
+/// libtorch counts steps in integers, Python in tensors.
+int64_t count_of(const c10::IValue& value, const std::string& who) {
+  const bool is_one = value.isScalar() || (value.isTensor() && value.toTensor().numel() == 1);
+  TORCH_CHECK(is_one, who, ": 'step' is not one number");
+  return value.isTensor() ? value.toTensor().item().toLong() : value.toScalar().toLong();
 }
 
 }  // namespace
 
-NamedState named_state(const torch::optim::Optimizer& optimizer, const at::Tensor& parameter) {
-  NamedState named;
+NamedValues named_state(const torch::optim::Optimizer& optimizer, const at::Tensor& parameter) {
+  NamedValues named;
   with_rule_of(optimizer, AllRules(), [&]<class Rule>() {
     using ParamState = detail::ParamStateOf<Rule>;
     const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
@@ -75,7 +88,7 @@ NamedState named_state(const torch::optim::Optimizer& optimizer, const at::Tenso
   return named;
 }
 
-void load_named_state(torch::optim::Optimizer& optimizer, const at::Tensor& parameter, const NamedState& state) {
+void load_named_state(torch::optim::Optimizer& optimizer, const at::Tensor& parameter, const NamedValues& state) {
   with_rule_of(optimizer, AllRules(), [&]<class Rule>() {
     using ParamState = detail::ParamStateOf<Rule>;
     auto* key = parameter.unsafeGetTensorImpl();
@@ -97,42 +110,48 @@ void load_named_state(torch::optim::Optimizer& optimizer, const at::Tensor& para
 
 namespace detail {
 
-NamedState to_named(const StateShape& shape, const StateRef& state) {
-  NamedState named;
+NamedValues to_named(const StateShape& shape, const StateRef& state) {
+  NamedValues named;
   for (std::size_t slot = 0; slot < kSlotCount; ++slot) {
     const auto* tensor = state.slots[slot];
     if (tensor != nullptr && tensor->defined()) named.emplace(shape.slots[slot], *tensor);
   }
   if (shape.counts_steps && !named.empty()) {
-    named.emplace("step", at::scalar_tensor(static_cast<double>(*state.step), at::kFloat));
+    named.emplace(kStep, *state.step);
   }
   return named;
 }
 
-SlotState from_named(const StateShape& shape, const NamedState& state, const at::Tensor& parameter,
+SlotState from_named(const StateShape& shape, const NamedValues& state, const at::Tensor& parameter,
                      const std::string& who) {
   std::vector<std::string> names;
-  if (shape.counts_steps) names.emplace_back("step");
+  if (shape.counts_steps) names.emplace_back(kStep);
   for (const auto* slot : shape.slots) {
     if (slot != nullptr) names.emplace_back(slot);
   }
-  for (const auto& [name, tensor] : state) {
-    TORCH_CHECK_VALUE(std::find(names.begin(), names.end(), name) != names.end(), who, " holds '", name,
-                      "'. This optimizer knows ", join(names, ", "));
-    TORCH_CHECK_VALUE(name == "step" ? tensor.numel() == 1 : tensor.sizes() == parameter.sizes(), who, ": '", name,
-                      "' has sizes ", tensor.sizes(), ", the parameter ", parameter.sizes());
+  for (const auto& [name, value] : state) {
+    if (is_nothing(value)) continue;
+    TORCH_CHECK(std::find(names.begin(), names.end(), name) != names.end(), who, " holds '", name,
+                "'. This optimizer knows ", join(names, ", "));
+    if (name == kStep) {
+      count_of(value, who);
+      continue;
+    }
+    TORCH_CHECK(value.isTensor(), who, ": '", name, "' is no tensor");
+    TORCH_CHECK(value.toTensor().sizes() == parameter.sizes(), who, ": '", name, "' has sizes ",
+                value.toTensor().sizes(), ", the parameter ", parameter.sizes());
   }
-  TORCH_CHECK_VALUE(!shape.counts_steps || state.empty() || state.count("step") == 1, who, " holds no 'step'");
+  TORCH_CHECK(!shape.counts_steps || state.empty() || state.contains(kStep), who, " holds no 'step'");
 
   const at::NoGradGuard no_grad;
   SlotState loaded;
   for (std::size_t slot = 0; slot < kSlotCount; ++slot) {
     if (shape.slots[slot] == nullptr) continue;
     const auto found = state.find(shape.slots[slot]);
-    if (found == state.end()) continue;
-    loaded.slots[slot] = at::empty_like(parameter, {}, at::MemoryFormat::Preserve).copy_(found->second);
+    if (found == state.end() || is_nothing(found->second)) continue;
+    loaded.slots[slot] = at::empty_like(parameter, {}, at::MemoryFormat::Preserve).copy_(found->second.toTensor());
   }
-  if (const auto step = state.find("step"); step != state.end()) loaded.step = step->second.item().toLong();
+  if (const auto step = state.find(kStep); step != state.end()) loaded.step = count_of(step->second, who);
   return loaded;
 }
 

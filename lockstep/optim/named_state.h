@@ -4,23 +4,23 @@
 
 #include <torch/optim/optimizer.h>
 
-#include <map>
+#include <array>
 #include <string>
 
 #include "lockstep/optim/update.h"
+#include "lockstep/state/named_values.h"
 
 namespace lockstep::optim {
 
-/// "step", a float in a tensor, where steps are counted, and "exp_avg" and so on.
-using NamedState = std::map<std::string, at::Tensor>;
+/// The parameter's state in one of libtorch's or this folder's optimizers: "step", an integer, where steps are counted,
+/// and "exp_avg" and so on, the tensors themselves, not copies. Empty if it has none. Throws if the optimizer is not
+/// derived from one of the eight, naming its type.
+NamedValues named_state(const torch::optim::Optimizer& optimizer, const at::Tensor& parameter);
 
-/// The parameter's state in one of libtorch's or this folder's optimizers: the tensors themselves, not copies; empty if
-/// it has none. Throws if the optimizer is not derived from one of the eight, naming its type.
-NamedState named_state(const torch::optim::Optimizer& optimizer, const at::Tensor& parameter);
-
-/// Gives it a copy, on the parameter's device and of its dtype and layout. Empty: forgets the state. Throws on unknown
-/// names and other sizes, having changed nothing.
-void load_named_state(torch::optim::Optimizer& optimizer, const at::Tensor& parameter, const NamedState& state);
+/// Gives it a copy, on the parameter's device and of its dtype and layout; "step" may be any number, or a tensor that
+/// holds one, as Python has it. Empty: forgets the state. Throws on unknown names and other sizes, having changed
+/// nothing.
+void load_named_state(torch::optim::Optimizer& optimizer, const at::Tensor& parameter, const NamedValues& state);
 
 namespace detail {
 
@@ -36,9 +36,9 @@ struct StateShape {
   }
 };
 
-NamedState to_named(const StateShape& shape, const StateRef& state);
+NamedValues to_named(const StateShape& shape, const StateRef& state);
 /// Checked, copied and laid out for the parameter. `who` starts messages.
-SlotState from_named(const StateShape& shape, const NamedState& state, const at::Tensor& parameter,
+SlotState from_named(const StateShape& shape, const NamedValues& state, const at::Tensor& parameter,
                      const std::string& who);
 
 }  // namespace detail

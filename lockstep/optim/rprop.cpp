@@ -39,9 +39,8 @@ void update_lists(const detail::UpdateLists& lists, const RpropOptions& options)
 void RpropRule::check(const Options& options) {
   const auto [eta_minus, eta_plus] = options.etas;
   detail::check_not_negative(kName, "learning rate", options.lr);
-  TORCH_CHECK_VALUE(eta_minus > 0 && eta_minus < 1 && eta_plus > 1,
-                    "[lockstep/optim] Rprop: Invalid eta values: ", eta_minus, ", ", eta_plus,
-                    ". They must be between 0 and 1, and above 1.");
+  TORCH_CHECK(eta_minus > 0 && eta_minus < 1 && eta_plus > 1, "[lockstep/optim] Rprop: Invalid eta values: ", eta_minus,
+              ", ", eta_plus, ". They must be between 0 and 1, and above 1.");
 }
 
 void RpropRule::update(ParameterUpdates updates, const Options& options) {

@@ -68,9 +68,9 @@ void SGDRule::check(const Options& options) {
   detail::check_not_negative(kName, "learning rate", options.lr);
   detail::check_not_negative(kName, "momentum value", options.momentum);
   detail::check_not_negative(kName, "weight_decay value", options.weight_decay);
-  TORCH_CHECK_VALUE(!options.nesterov || (options.momentum > 0 && options.dampening == 0),
-                    "[lockstep/optim] SGD: Nesterov momentum requires a momentum and zero dampening, not ",
-                    options.momentum, " and ", options.dampening);
+  TORCH_CHECK(!options.nesterov || (options.momentum > 0 && options.dampening == 0),
+              "[lockstep/optim] SGD: Nesterov momentum requires a momentum and zero dampening, not ", options.momentum,
+              " and ", options.dampening);
 }
 
 void SGDRule::update(ParameterUpdates updates, const Options& options) {

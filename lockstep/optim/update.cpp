@@ -143,13 +143,13 @@ void check_gradients(ParameterUpdates updates, const char* rule, bool takes_spar
 }
 
 void check_not_negative(const char* rule, const char* what, double value) {
-  TORCH_CHECK_VALUE(value >= 0, "[lockstep/optim] ", rule, ": Invalid ", what, ": ", value, ". It must be >= 0.");
+  TORCH_CHECK(value >= 0, "[lockstep/optim] ", rule, ": Invalid ", what, ": ", value, ". It must be >= 0.");
 }
 
 void check_betas(const char* rule, double beta1, double beta2) {
   const auto check = [&](int index, double beta) {
-    TORCH_CHECK_VALUE(beta >= 0 && beta < 1, "[lockstep/optim] ", rule, ": Invalid beta parameter at index ", index,
-                      ": ", beta, ". It must be >= 0 and < 1.");
+    TORCH_CHECK(beta >= 0 && beta < 1, "[lockstep/optim] ", rule, ": Invalid beta parameter at index ", index, ": ",
+                beta, ". It must be >= 0 and < 1.");
   };
   check(0, beta1);
   check(1, beta2);

@@ -3,7 +3,7 @@
 
 #include <torch/serialize/archive.h>
 
-#include "lockstep/state/state_dict.h"
+#include "lockstep/state/optimizer_state.h"
 
 namespace lockstep::detail {
 

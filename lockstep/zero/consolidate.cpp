@@ -4,11 +4,11 @@
 #include <torch/serialize/archive.h>
 
 #include <set>
+#include <unordered_map>
 
 #include "lockstep/base/str.h"
-#include "lockstep/zero/objects.h"
+#include "lockstep/comm/values.h"
 #include "lockstep/zero/optimizer.h"
-#include "lockstep/zero/overlap.h"
 #include "lockstep/zero/sharding.h"
 
 namespace lockstep {
@@ -23,8 +23,8 @@ std::vector<std::size_t> sizes_of(const std::vector<std::vector<at::Tensor>>& gr
 }  // namespace
 
 void ZeroOptimizer::consolidate_state_dict(int to) {
-  TORCH_CHECK_VALUE(to >= 0 && to < group_->getSize(), who(), ": state cannot be consolidated to rank ", to,
-                    " of a group of ", group_->getSize());
+  TORCH_CHECK(to >= 0 && to < group_->getSize(), who(), ": state cannot be consolidated to rank ", to,
+              " of a group of ", group_->getSize());
   prepare_for_state("consolidation");
   consolidated_.reset();
   const auto pieces = own_pieces();
@@ -32,9 +32,9 @@ void ZeroOptimizer::consolidate_state_dict(int to) {
   const bool is_target = group_->getRank() == to;
   OptimizerStateDict dict = exposed_groups();
   const auto add = [&](const std::vector<detail::StatePiece>& added) {
-    for (const auto& piece : added) detail::add_piece(dict, piece, parameters[piece.index]);
+    for (const auto& piece : added) detail::add_piece(dict.state, piece, parameters[piece.index]);
   };
-  or_tell_others([&] {
+  announce_if_throws([&] {
     // Broadcasts, not a gather, which NCCL does not have. In rank order.
     for (int rank = 0; rank < group_->getSize(); ++rank) {
       if (rank == to) {
@@ -42,7 +42,7 @@ void ZeroOptimizer::consolidate_state_dict(int to) {
         continue;
       }
       const auto sent = group_->getRank() == rank ? detail::to_ivalue(pieces) : c10::IValue();
-      const auto received = broadcast_object(sent, rank, group_, default_device_);
+      const auto received = broadcast_value(sent, rank, group_, default_device_);
       if (is_target) add(detail::pieces_from(received));
     }
   });
@@ -50,14 +50,35 @@ void ZeroOptimizer::consolidate_state_dict(int to) {
 }
 
 void ZeroOptimizer::prepare_for_state(const char* what) {
-  if (overlap_) overlap_->check_initialized(what);
+  sharding_->check_has_state(what);
   notice_new_groups();
-  if (local_) copy_options(*this, *local_);
+  sharding_->take_options();
+}
+
+std::vector<std::string> ZeroOptimizer::parameter_names() const {
+  const auto parameters = all_parameters();
+  auto names = options_.parameter_names;
+  names.resize(parameters.size());
+  const auto ddp = options_.ddp.engine();
+  if (!options_.parameter_names.empty() || !ddp || !ddp->reducer()) return names;
+  const auto& reducer = *ddp->reducer();
+  std::unordered_map<const void*, std::string> name_of;
+  for (std::size_t i = 0; i < reducer.parameters().size(); ++i) {
+    name_of.emplace(reducer.parameters()[i].unsafeGetTensorImpl(), reducer.plan().parameters()[i].name);
+  }
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const auto found = name_of.find(parameters[i].unsafeGetTensorImpl());
+    if (found != name_of.end()) names[i] = found->second;
+  }
+  return names;
 }
 
 std::vector<detail::StatePiece> ZeroOptimizer::own_pieces() const {
   if (options_.stage == ZeroStage::kReplicated && group_->getRank() > 0) return {};
-  return overlap_ ? overlap_->pieces() : sharding_->pieces(*local_);
+  auto pieces = sharding_->pieces();
+  const auto names = parameter_names();
+  for (auto& piece : pieces) piece.name = names[piece.index];
+  return pieces;
 }
 
 OptimizerStateDict ZeroOptimizer::exposed_groups() const {
@@ -72,7 +93,7 @@ OptimizerStateDict ZeroOptimizer::exposed_groups() const {
 }
 
 const OptimizerStateDict& ZeroOptimizer::state_dict() const {
-  if (overlap_) overlap_->check_initialized("state_dict()");
+  sharding_->check_has_state("state_dict()");
   TORCH_CHECK(consolidated_, who(), ": the state was not consolidated on this rank. Call consolidate_state_dict(",
               group_->getRank(), ") on all ranks first.");
   return *consolidated_;
@@ -84,21 +105,21 @@ void ZeroOptimizer::load_state_dict(const OptimizerStateDict& dict) {
   const auto parameters = all_parameters();
   check_shapes(dict, parameters, who());
   check_kind(dict);
-  load_from(dict, detail::source_of(dict, parameters));
+  load_from(dict, detail::source_of(dict.state, parameters));
 }
 
 void ZeroOptimizer::load_from(const OptimizerStateDict& groups, const detail::StateSource& source) {
-  if (overlap_) overlap_->check_initialized("loading state");
+  sharding_->check_has_state("loading state");
   std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options;
   for (std::size_t i = 0; i < param_groups_.size(); ++i) {
     options.push_back(param_groups_[i].options().clone());
     assign_values(*options.back(), groups.param_groups[i].options);
   }
-  load_share(source);
+  sharding_->load(source);
   for (std::size_t i = 0; i < param_groups_.size(); ++i) {
     if (!type_.assign(*options[i], param_groups_[i].options())) param_groups_[i].set_options(std::move(options[i]));
   }
-  if (local_) copy_options(*this, *local_);
+  sharding_->take_options();
   consolidated_.reset();
 }
 
@@ -108,7 +129,7 @@ void ZeroOptimizer::check_kind(const OptimizerStateDict& dict) const {
     std::vector<std::string> names;
     for (const auto& [name, value] : values) names.push_back(name);
     if (!seen.insert(std::move(names)).second) continue;
-    // Tried on a parameter of one element, so that ranks without a share notice it too.
+    // Tried on a parameter of one element, so that ranks whose shard is empty notice it too.
     OptimizerStateDict tried{.state = {{0, values}}, .param_groups = {{.options = {}, .params = {0}}}};
     for (auto& [name, value] : tried.state.at(0)) {
       if (value.isTensor() && value.toTensor().dim() > 0) value = at::zeros({1}, value.toTensor().options());
@@ -119,21 +140,9 @@ void ZeroOptimizer::check_kind(const OptimizerStateDict& dict) const {
       lockstep::load_state_dict(*optimizer, tried);
     } catch (const c10::Error& error) {
       // To libtorch, state that lacks a name is an internal error.
-      TORCH_CHECK_VALUE(false, who(), ": the state of parameter ", index, " does not fit ", type_.name,
-                        ". Is it that of another optimizer? ", error.what_without_backtrace());
+      TORCH_CHECK(false, who(), ": the state of parameter ", index, " does not fit ", type_.name,
+                  ". Is it that of another optimizer? ", error.what_without_backtrace());
     }
-  }
-}
-
-void ZeroOptimizer::load_share(const detail::StateSource& source) {
-  if (overlap_) return overlap_->load(source);
-  if (sharding_->takes_gradients_in_place()) return lockstep::load_state_dict(*local_, sharding_->load(source));
-  const auto held = sharding_->pieces(*local_);
-  try {
-    rebuild_local(source);
-  } catch (...) {
-    rebuild_local(detail::source_of(held));
-    throw;
   }
 }
 

@@ -11,6 +11,8 @@
 #include <unordered_map>
 
 #include "lockstep/comm/collectives.h"
+#include "lockstep/comm/values.h"
+#include "lockstep/shard/buffer.h"
 #include "lockstep/shard/flat.h"
 #include "lockstep/zero/bucket_views.h"
 

@@ -1,4 +1,4 @@
-// Sharding by elements: the trainable parameters of a group lie in one flat buffer (a block), of which every rank steps
+// Division by elements: the trainable parameters of a group lie in one flat buffer (a block), of which every rank steps
 // an equal slice; one all-gather in place gives all ranks the rest. In ZeRO's second stage DDP's buckets are the
 // blocks, and gradients come in slices too. Internal to zero.
 //
@@ -15,12 +15,12 @@
 
 #include "lockstep/comm/group.h"
 #include "lockstep/shard/flat_shard.h"
+#include "lockstep/zero/division.h"
 #include "lockstep/zero/scattered_gradients.h"
-#include "lockstep/zero/sharding.h"
 
 namespace lockstep::detail {
 
-class ElementSlices final : public Sharding {
+class ElementSlices final : public Division {
  public:
   /// Slices begin at multiples of this.
   static constexpr int64_t kAlignmentBytes = 64;
@@ -36,7 +36,7 @@ class ElementSlices final : public Sharding {
 
   /// Makes blocks of the trainable parameters that are in none; the parameters become views. Groups can be added at the
   /// end and taken away there.
-  void set_groups(std::vector<std::vector<at::Tensor>> groups);
+  void set_groups(std::vector<std::vector<at::Tensor>> groups) override;
 
   std::vector<std::vector<at::Tensor>> local_parameters() const override;
   /// What becomes trainable gets a block of its own; what is frozen stays, and has no gradient.

@@ -20,7 +20,7 @@ struct LocalOptimizerType {
   std::string name = "";
   /// Every element is updated from its own gradient and state alone, so that slices can be stepped.
   bool is_elementwise = false;
-  /// Its result depends on all parameters at once, so that shares cannot be stepped.
+  /// Its result depends on all parameters at once, so that shards cannot be stepped.
   bool needs_all_parameters = false;
   std::shared_ptr<const Options> defaults = nullptr;
   std::function<std::unique_ptr<Optimizer>(const Groups& groups)> make = nullptr;

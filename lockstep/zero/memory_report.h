@@ -9,9 +9,9 @@ namespace lockstep {
 struct ZeroMemoryReport {
   /// All of them: they are not divided.
   int64_t parameters = 0;
-  /// This rank's part of the optimizer state.
+  /// This rank's shard of the optimizer state.
   int64_t state = 0;
-  /// This rank's slices of gradients, with ZeroStage::kGradients; else gradients are whole, and not counted here.
+  /// This rank's shard of the gradients, with ZeroStage::kGradients; else gradients are whole, and not counted here.
   int64_t gradients = 0;
   /// Flat tensors that parameters are views of: no memory beside theirs, once the old one is freed.
   int64_t buckets = 0;

@@ -1,8 +1,8 @@
 // ZeroOptimizer: all of ZeroRedundancyOptimizer that does not depend on the type of the local optimizer.
 //
-// Every rank has all parameters and gradients, and optimizer state for its share only. A step updates the share and
-// then sends it to the others. Exposed param_groups() hold all parameters; the local optimizer holds the share, under
-// the same options. For the thread that trains. See docs/zero.md.
+// Every rank has all parameters and, in the first stage, all gradients, and optimizer state for its shard only. A step
+// updates the shard and then sends it to the others. Exposed param_groups() hold all parameters; the local optimizer
+// holds the shard, under the same options. For the thread that trains. See docs/zero.md.
 #pragma once
 
 #include <memory>
@@ -12,9 +12,9 @@
 
 #include "lockstep/join/joinable.h"
 #include "lockstep/optim/clip_grad.h"
-#include "lockstep/optim/gradient_holder.h"
-#include "lockstep/state/state_dict.h"
-#include "lockstep/state/state_piece.h"
+#include "lockstep/optim/sharded_gradients.h"
+#include "lockstep/state/optimizer_state.h"
+#include "lockstep/state/piece.h"
 #include "lockstep/zero/local_optimizer.h"
 #include "lockstep/zero/memory_report.h"
 #include "lockstep/zero/options.h"
@@ -23,6 +23,7 @@
 namespace lockstep {
 
 namespace detail {
+class Division;
 class Sharding;
 class StateAccess;
 class ZeroOverlap;
@@ -30,11 +31,11 @@ class ZeroOverlap;
 
 struct OverlapInfo;
 
-class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public GradientHolder {
+class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public ShardedGradients {
  public:
   ~ZeroOptimizer() override;
 
-  /// Updates this rank's share and gives all ranks all parameters. Collective and blocking. A closure runs once on each
+  /// Updates this rank's shard and gives all ranks all parameters. Collective and blocking. A closure runs once on each
   /// rank, and its loss is returned. If the local step throws, the others are told: their step throws naming this rank,
   /// and the group cannot be used any more. With overlap_with_ddp backwards do the work, and this warns.
   at::Tensor step(LossClosure closure = nullptr) override;
@@ -52,7 +53,7 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Gr
   /// consolidated to.
   const OptimizerStateDict& state_dict() const;
 
-  /// Takes this rank's share of a whole state, and all options; copies it. Local, but must be called on all ranks.
+  /// Takes this rank's shard of a whole state, and all options; copies it. Local, but must be called on all ranks.
   /// Throws if groups or indices do not fit, having changed nothing. state_dict() needs a consolidation afterwards.
   void load_state_dict(const OptimizerStateDict& dict);
 
@@ -61,14 +62,20 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Gr
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
-  /// Clips all gradients by the norm of the whole; every rank computes the part of its share. Gradients must be the
-  /// same on all ranks, as they are after DDP's backward, or sharded. Returns the norm. Collective and blocking.
+  /// lockstep::clip_grad_norm_(*this, …): clips all gradients by the norm of the whole, of which every rank computes
+  /// the part of its shard. Gradients must be the same on all ranks, as they are after DDP's backward, or sharded.
+  /// Returns the norm. Collective and blocking.
   at::Tensor clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
 
-  /// Python's; with sharded gradients it drops this rank's slices too, which the base class knows nothing of.
+  /// Python's; with sharded gradients it drops this rank's shard of them too, which the base class knows nothing of.
   void zero_grad(bool set_to_none = true);
-  /// What step() would use, as GradScaler takes it: those of the parameters, or this rank's slices of them.
-  std::vector<at::Tensor> held_gradients() override;
+
+  /// The gradients of all parameters, which every rank has, or this rank's shard of them in the second stage.
+  std::vector<GradientShard> own_gradients() override;
+  /// Those of this rank's shard; in stage 0 all.
+  std::vector<GradientShard> gradients_for_norm() override;
+  void discard_gradients() override;
+  c10::Device gradient_device() const override { return default_device_; }
 
   /// Bytes on this rank. Local.
   ZeroMemoryReport memory_report() const;
@@ -103,6 +110,9 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Gr
   ZeroOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups, LocalOptimizerType type,
                 ZeroOptions options);
 
+  /// The group, which must not be null: that is what new_group() gives to ranks that are not in it.
+  static GroupPtr group_with_this_rank(GroupPtr group);
+
   /// step() with something else in place of the local optimizer's step().
   at::Tensor step_with(const LocalStep& local_step, LossClosure closure);
   torch::optim::Optimizer& local();
@@ -118,36 +128,36 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Gr
   void check_overlap(const std::vector<torch::optim::OptimizerParamGroup>& groups) const;
   void append_group(const torch::optim::OptimizerParamGroup& group);
   void check_stage() const;
+  void check_names(const std::vector<std::vector<at::Tensor>>& groups) const;
   bool has_sharded_gradients() const { return options_.stage == ZeroStage::kGradients; }
-  void make_sharding();
-  /// Makes DDP's backwards give their gradients to a sharding, which is returned.
-  std::unique_ptr<detail::Sharding> shard_gradients();
+  /// The option by which groups stay as they are, and parameters as trainable as they are; null if they may change.
+  const char* option_that_fixes_groups() const;
+  std::shared_ptr<detail::Sharding> made_sharding();
+  std::unique_ptr<detail::Division> made_division();
+  /// Makes DDP's backwards give their gradients to a division, which is returned.
+  std::unique_ptr<detail::Division> shard_gradients();
   /// DDP averages again, as without this optimizer.
   void give_gradients_back() noexcept;
-  LocalOptimizerType::Groups local_groups() const;
-  /// Makes the last groups known to the sharding and to the local optimizer.
+  /// Makes the last groups known to the sharding.
   void take_in_groups();
   void notice_new_groups();
   void notice_trainability();
   void prepare_step();
-  /// Lets the sharding cut the share anew, and makes a local optimizer for it with this state.
-  void rebuild_local(const detail::StateSource& source);
-  void take_gradients();
-  void warn_of_whole_gradients();
   /// Brings options and groups up to date; throws if `what`, which reads or replaces state, is not possible yet.
   void prepare_for_state(const char* what);
-  /// This rank's part of the state; of replicas only the first rank's.
+  /// By index over all groups; empty where a name is not known.
+  std::vector<std::string> parameter_names() const;
+  /// What this rank has of the state, with names; of replicas only the first rank's.
   std::vector<detail::StatePiece> own_pieces() const;
   /// Options of all groups, with indices, without state.
   OptimizerStateDict exposed_groups() const;
-  /// Takes options from `groups` and this rank's share from `source`. Changes nothing if it throws.
+  /// Takes options from `groups` and this rank's shard from `source`. Changes nothing if it throws.
   void load_from(const OptimizerStateDict& groups, const detail::StateSource& source);
   /// Throws if a local optimizer could not load the dictionary's state.
   void check_kind(const OptimizerStateDict& dict) const;
-  void load_share(const detail::StateSource& source);
-  void copy_options(torch::optim::Optimizer& from, torch::optim::Optimizer& to) const;
-  /// Runs `action`; if it throws, tells the others before passing the exception on.
-  void or_tell_others(const std::function<void()>& action) const;
+  /// Runs `action`; if it throws, announces that to the others before passing the exception on, so that they do not
+  /// wait for this rank.
+  void announce_if_throws(const std::function<void()>& action) const;
 
   // Fixed after construction.
   const LocalOptimizerType type_;
@@ -156,13 +166,9 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Gr
   c10::Device default_device_ = at::kCPU;
 
   std::optional<PartitionCache> partition_;
-  // With overlap_with_ddp the third, else the first two.
-  std::unique_ptr<detail::Sharding> sharding_;
-  std::unique_ptr<torch::optim::Optimizer> local_;
-  std::shared_ptr<detail::ZeroOverlap> overlap_;
+  std::shared_ptr<detail::Sharding> sharding_;
   std::vector<std::vector<const void*>> known_;  // parameters by group, as of the last step
   std::vector<bool> is_trainable_;               // by index
-  bool is_warned_of_whole_gradients_ = false;
   std::optional<OptimizerStateDict> consolidated_;
 };
 

@@ -1,4 +1,6 @@
 // The part of ZeroOptimizer that refuses arguments, before anything is made of them.
+#include <set>
+
 #include "lockstep/optim/functional_registry.h"
 #include "lockstep/zero/optimizer.h"
 #include "lockstep/zero/parameter_checks.h"
@@ -7,42 +9,56 @@ namespace lockstep {
 
 void ZeroOptimizer::check_arguments(const std::vector<torch::optim::OptimizerParamGroup>& groups) const {
   const bool is_sharded = options_.stage != ZeroStage::kReplicated;
-  TORCH_CHECK_VALUE(!is_sharded || !type_.needs_all_parameters, who(), ": ", type_.name,
-                    " cannot be sharded: what it does to one parameter depends on all of them");
+  TORCH_CHECK(!is_sharded || !type_.needs_all_parameters, who(), ": ", type_.name,
+              " cannot be sharded: what it does to one parameter depends on all of them");
   check_stage();
   if (options_.overlap_with_ddp) check_overlap(groups);
   const bool is_by_elements = is_sharded && options_.partition == ZeroPartition::kElements;
-  TORCH_CHECK_VALUE(!is_by_elements || type_.is_elementwise, who(), ": ", type_.name,
-                    " is not known to update every element by itself, so it cannot step slices of parameters. Use ",
-                    "ZeroPartition::kParameters, or say kIsElementwise in your class.");
-  TORCH_CHECK_VALUE(!is_by_elements || options_.params_per_rank.empty(), who(),
-                    ": params_per_rank and ZeroPartition::kElements exclude each other");
+  TORCH_CHECK(!is_by_elements || type_.is_elementwise, who(), ": ", type_.name,
+              " is not known to update every element by itself, so it cannot step slices of parameters. Use ",
+              "ZeroPartition::kParameters, or say kIsElementwise in your class.");
+  TORCH_CHECK(!is_by_elements || options_.params_per_rank.empty(), who(),
+              ": params_per_rank and ZeroPartition::kElements exclude each other");
   detail::ParameterGroups parameters;
   for (const auto& group : groups) parameters.push_back(group.params());
   detail::check_parameters(parameters, who());
+  check_names(parameters);
+}
+
+void ZeroOptimizer::check_names(const std::vector<std::vector<at::Tensor>>& groups) const {
+  const auto& names = options_.parameter_names;
+  if (names.empty()) return;
+  std::size_t count = 0;
+  for (const auto& group : groups) count += group.size();
+  TORCH_CHECK(names.size() == count, who(), ": there are ", names.size(), " parameter_names for ", count,
+              " parameters. Give one for each, in the order of the groups.");
+  std::set<std::string> seen;
+  for (const auto& name : names) {
+    TORCH_CHECK(!name.empty() && seen.insert(name).second, who(), ": '", name,
+                "' in parameter_names is empty or there twice. Files know parameters by their names.");
+  }
 }
 
 void ZeroOptimizer::check_stage() const {
   if (options_.stage == ZeroStage::kState) return;
   const char* name = has_sharded_gradients() ? "ZeroStage::kGradients" : "ZeroStage::kReplicated";
-  TORCH_CHECK_VALUE(!options_.overlap_with_ddp, who(), ": overlap_with_ddp is a way to divide state, not for ", name);
-  TORCH_CHECK_VALUE(options_.params_per_rank.empty(), who(), ": params_per_rank divides state, which is not for ",
-                    name);
+  TORCH_CHECK(!options_.overlap_with_ddp, who(), ": overlap_with_ddp is a way to divide state, not for ", name);
+  TORCH_CHECK(options_.params_per_rank.empty(), who(), ": params_per_rank divides state, which is not for ", name);
   if (!has_sharded_gradients()) return;
-  TORCH_CHECK_VALUE(options_.partition == ZeroPartition::kElements && !options_.parameters_as_bucket_view, who(), ": ",
-                    name, " divides by elements. Leave partition and parameters_as_bucket_view as they are.");
-  TORCH_CHECK_VALUE(options_.ddp.engine(), who(), ": ", name, " needs the DistributedDataParallel that computes the ",
-                    "gradients. Give it as ZeroOptions{.stage = ", name, ", .ddp = ddp}.");
+  TORCH_CHECK(options_.partition == ZeroPartition::kElements && !options_.parameters_as_bucket_view, who(), ": ", name,
+              " divides by elements. Leave partition and parameters_as_bucket_view as they are.");
+  TORCH_CHECK(options_.ddp.engine(), who(), ": ", name, " needs the DistributedDataParallel that computes the ",
+              "gradients. Give it as ZeroOptions{.stage = ", name, ", .ddp = ddp}.");
 }
 
 void ZeroOptimizer::check_overlap(const std::vector<torch::optim::OptimizerParamGroup>& groups) const {
-  TORCH_CHECK_VALUE(optim::has_functional_form(type_.name), who(), ": overlap_with_ddp steps bucket by bucket, which ",
-                    type_.name, " cannot: it has no functional form. Use another optimizer, or register_functional().");
-  TORCH_CHECK_VALUE(groups.size() == 1, who(), ": overlap_with_ddp takes one parameter group, ", groups.size(),
-                    " were given");
-  TORCH_CHECK_VALUE(options_.partition == ZeroPartition::kParameters && options_.params_per_rank.empty(), who(),
-                    ": with overlap_with_ddp DDP's buckets say who has which parameter: leave partition and ",
-                    "params_per_rank as they are");
+  TORCH_CHECK(optim::has_functional_form(type_.name), who(), ": overlap_with_ddp steps bucket by bucket, which ",
+              type_.name, " cannot: it has no functional form. Use another optimizer, or register_functional().");
+  TORCH_CHECK(groups.size() == 1, who(), ": overlap_with_ddp takes one parameter group, ", groups.size(),
+              " were given");
+  TORCH_CHECK(options_.partition == ZeroPartition::kParameters && options_.params_per_rank.empty(), who(),
+              ": with overlap_with_ddp DDP's buckets say who has which parameter: leave partition and ",
+              "params_per_rank as they are");
   if (options_.parameters_as_bucket_view) {
     TORCH_WARN(who(), ": parameters_as_bucket_view is ignored: with overlap_with_ddp parameters become views anyway, ",
                "in the order of DDP's buckets");

@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "lockstep/comm/group.h"
@@ -19,7 +20,7 @@ enum class ZeroStage {
   kReplicated = 0,
   /// Optimizer state and the work of the step.
   kState = 1,
-  /// Gradients too: every rank keeps its slice of their average, and DDP frees the rest while backward runs. Needs
+  /// Gradients too: every rank keeps its shard of their average, and DDP frees the rest while backward runs. Needs
   /// `ddp`; .grad is undefined after its backwards, as long as the optimizer lives.
   kGradients = 2,
 };
@@ -37,9 +38,8 @@ class DdpReference {
 };
 
 struct ZeroOptions {
-  /// The ranks that share the state. Not given: that of `ddp`, else the default group. Null, which new_group() gives to
-  /// ranks that are not in the group, is refused.
-  std::optional<GroupPtr> process_group = std::nullopt;
+  /// The ranks among which state is divided. Null: the group of `ddp`, else the default group.
+  GroupPtr process_group = nullptr;
   /// One program goes from plain data parallelism to sharded gradients by this option.
   ZeroStage stage = ZeroStage::kState;
   /// The wrapper whose backwards compute the gradients.
@@ -54,6 +54,9 @@ struct ZeroOptions {
   /// Instead of a computed partition: for every rank its parameters. Some may be in no list; nobody updates those. One
   /// parameter group only.
   std::vector<std::vector<at::Tensor>> params_per_rank = {};
+  /// What saves know the parameters by: a name for each, over all groups, in their order. Not given: those of `ddp`, if
+  /// that is. Saves without names know parameters by their position.
+  std::vector<std::string> parameter_names = {};
   /// Before every step ranks compare count, shapes and dtypes of their parameters, group by group, and those that
   /// differ are named. One message per step; on as well if TORCH_DISTRIBUTED_DEBUG is.
   bool check_same_on_all_ranks = false;

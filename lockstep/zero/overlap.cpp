@@ -1,6 +1,5 @@
 #include "lockstep/zero/overlap.h"
 
-#include <ATen/ops/scalar_tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
@@ -20,24 +19,6 @@ namespace {
 bool is_same_list(const std::vector<at::Tensor>& one, const std::vector<at::Tensor>& other) {
   return std::equal(one.begin(), one.end(), other.begin(), other.end(),
                     [](const at::Tensor& left, const at::Tensor& right) { return left.is_same(right); });
-}
-
-/// As state dictionaries have it: steps are integers.
-NamedValues to_values(const optim::NamedState& state) {
-  NamedValues values;
-  for (const auto& [name, tensor] : state) {
-    values[name] = name == "step" ? c10::IValue(static_cast<int64_t>(tensor.item<double>())) : c10::IValue(tensor);
-  }
-  return values;
-}
-
-optim::NamedState to_state(const NamedValues& values) {
-  optim::NamedState state;
-  for (const auto& [name, value] : values) {
-    if (value.isTensor() && value.toTensor().defined()) state[name] = value.toTensor();
-    if (value.isScalar()) state[name] = at::scalar_tensor(value.toScalar(), at::kDouble);
-  }
-  return state;
 }
 
 }  // namespace
@@ -146,25 +127,25 @@ void ZeroOverlap::begin_backward() {
 void ZeroOverlap::step_and_send(std::size_t bucket_index, bool has_unused) {
   const auto& ranks = info_.assigned_ranks_per_bucket[bucket_index];
   if (ranks.contains(zero_->group_->getRank())) {
-    zero_->or_tell_others([&] { step_part(bucket_index, has_unused); });
+    zero_->announce_if_throws([&] { step_shard(bucket_index, has_unused); });
   }
   for (const auto rank : ranks) {
-    const auto& part = info_.assignments_per_rank[rank].at(bucket_index);
-    info_.broadcast_handles.push_back(launch_broadcast(part.tensor, rank, zero_->group_));
+    const auto& shard = info_.assignments_per_rank[rank].at(bucket_index);
+    info_.broadcast_handles.push_back(launch_broadcast(shard.tensor, rank, zero_->group_));
   }
 }
 
-void ZeroOverlap::step_part(std::size_t bucket_index, bool has_unused) {
+void ZeroOverlap::step_shard(std::size_t bucket_index, bool has_unused) {
   const auto place = info_.offsets.find(bucket_index);
   TORCH_CHECK(place != info_.offsets.end(), who(), ": bucket ", bucket_index, " was not assigned to this rank");
   auto& bucket = info_.bucket_index_to_bucket.at(bucket_index);
   bucket.set_buffer(tensor_of(*info_.bucket_index_to_future.at(bucket_index)));
-  const auto& part = info_.assignments_per_rank[zero_->group_->getRank()].at(bucket_index);
+  const auto& shard = info_.assignments_per_rank[zero_->group_->getRank()].at(bucket_index);
   const auto reduced = bucket.gradients();
   std::vector<at::Tensor> gradients(local_->parameters().size());
-  for (std::size_t i = 0; i < part.parameters.size(); ++i) {
-    if (has_unused && !used_.contains(part.parameters[i].unsafeGetTensorImpl())) continue;
-    gradients[place->second + i] = reduced[part.offset + i];
+  for (std::size_t i = 0; i < shard.parameters.size(); ++i) {
+    if (has_unused && !used_.contains(shard.parameters[i].unsafeGetTensorImpl())) continue;
+    gradients[place->second + i] = reduced[shard.offset + i];
   }
   const at::NoGradGuard no_grad;
   local_->step(gradients);
@@ -219,9 +200,9 @@ void ZeroOverlap::initialize() {
   zero_->partition_->clear();
   zero_->partition_->partition(next.params_per_rank);
   for (auto& of_rank : next.assignments_per_rank) {
-    for (auto& [bucket_index, part] : of_rank) {
-      part.tensor = allocate_buffer(part.numel(), part.parameters.front().options().requires_grad(false), group);
-      move_into(part.tensor, part.parameters);
+    for (auto& [bucket_index, shard] : of_rank) {
+      shard.tensor = allocate_buffer(shard.numel(), shard.parameters.front().options().requires_grad(false), group);
+      move_into(shard.tensor, shard.parameters);
     }
   }
   const auto& own = next.params_per_rank[group->getRank()];
@@ -247,7 +228,7 @@ void ZeroOverlap::log_assignment() const {
 
 // ---- state ----
 
-void ZeroOverlap::check_initialized(const char* what) const {
+void ZeroOverlap::check_has_state(const char* what) const {
   TORCH_CHECK(info_.status == OverlapStatus::kInitialized, who(), ": ", what, " is not possible yet: with ",
               "overlap_with_ddp the local optimizer is made in a backward, when DDP's buckets are final",
               is_attached_ ? "." : ", and no hook was made. Register hook_with_zero_step(hook, ddp, optimizer).");
@@ -256,7 +237,7 @@ void ZeroOverlap::check_initialized(const char* what) const {
 std::vector<StatePiece> ZeroOverlap::pieces() const {
   std::vector<StatePiece> pieces;
   for (std::size_t i = 0; i < own_indices_.size(); ++i) {
-    auto values = to_values(local_->state(i));
+    auto values = local_->state(i);
     if (values.empty()) continue;
     pieces.push_back({.index = own_indices_[i],
                       .elements = {0, local_->parameters()[i].numel()},
@@ -267,12 +248,12 @@ std::vector<StatePiece> ZeroOverlap::pieces() const {
 }
 
 void ZeroOverlap::load(const StateSource& source) {
-  std::vector<optim::NamedState> held;
+  std::vector<NamedValues> held;
   for (std::size_t i = 0; i < own_indices_.size(); ++i) held.push_back(local_->state(i));
   try {
     for (std::size_t i = 0; i < own_indices_.size(); ++i) {
       const auto values = source(own_indices_[i], {0, local_->parameters()[i].numel()}, true);
-      local_->load_state(i, values ? to_state(*values) : optim::NamedState());
+      local_->load_state(i, values.value_or(NamedValues()));
     }
   } catch (...) {
     for (std::size_t i = 0; i < held.size(); ++i) local_->load_state(i, held[i]);
@@ -280,10 +261,11 @@ void ZeroOverlap::load(const StateSource& source) {
   }
 }
 
-int64_t ZeroOverlap::bucket_bytes() const {
-  int64_t bytes = 0;
+ShardingBytes ZeroOverlap::bytes() const {
+  ShardingBytes bytes;
+  for (const auto& piece : pieces()) bytes.state += bytes_of(piece.values);
   for (const auto& of_rank : info_.assignments_per_rank) {
-    for (const auto& [bucket_index, part] : of_rank) bytes += static_cast<int64_t>(part.tensor.nbytes());
+    for (const auto& [bucket_index, shard] : of_rank) bytes.buckets += static_cast<int64_t>(shard.tensor.nbytes());
   }
   return bytes;
 }

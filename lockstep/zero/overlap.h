@@ -1,6 +1,6 @@
 // The step of a ZeroOptimizer inside of DDP's backward: sets itself up when DDP's buckets are final, then steps this
-// rank's part of every bucket and sends it to the others. Internal to zero; made by ZeroOptimizer, driven by the comm
-// hooks of overlap_hooks.h, which keep it alive.
+// rank's shard of every bucket and sends it to the others. The form of Sharding that has no step of its own. Internal
+// to zero; made by ZeroOptimizer, driven by the comm hooks of overlap_hooks.h, which keep it alive.
 //
 // What always holds: all ranks issue the collectives of a backward in the same order, whatever comes first on them, so
 // every backend will do. Called on the thread that runs the reducer's hooks, one call at a time.
@@ -12,8 +12,9 @@
 
 #include "lockstep/ddp/engine.h"
 #include "lockstep/optim/functional.h"
-#include "lockstep/state/state_piece.h"
+#include "lockstep/state/piece.h"
 #include "lockstep/zero/overlap_info.h"
+#include "lockstep/zero/sharding.h"
 
 namespace lockstep {
 
@@ -29,11 +30,11 @@ enum class OverlapForm {
   kInterleaved,
 };
 
-class ZeroOverlap : public std::enable_shared_from_this<ZeroOverlap> {
+class ZeroOverlap final : public Sharding, public std::enable_shared_from_this<ZeroOverlap> {
  public:
   explicit ZeroOverlap(ZeroOptimizer& zero) : zero_(&zero) {}
   /// The optimizer is gone. Warns if it never had a hook.
-  void detach() noexcept;
+  void detach() noexcept override;
 
   /// Makes it step in backwards of `ddp`. Throws if it was attached to another one, or with another flag.
   void attach(DdpEngine& ddp, bool shard_buckets);
@@ -43,13 +44,25 @@ class ZeroOverlap : public std::enable_shared_from_this<ZeroOverlap> {
   void on_bucket(const GradBucket& bucket, const FuturePtr& future, OverlapForm form);
 
   const OverlapInfo& info() const { return info_; }
-  /// Throws, saying that `what` needs it, unless backwards update parameters already.
-  void check_initialized(const char* what) const;
-  /// This rank's state. Tensors are views of it.
-  std::vector<StatePiece> pieces() const;
-  /// Takes this rank's share. Changes nothing if it throws.
-  void load(const StateSource& source);
-  int64_t bucket_bytes() const;
+
+  // Groups and trainability stay as they are; the optimizer refuses changes.
+  void on_group_change() override {}
+  void on_trainability_change() override {}
+  // Backwards do the steps and send the results; options are taken when one begins.
+  at::Tensor step(const LocalStep& /*local_step*/, torch::optim::Optimizer::LossClosure /*closure*/) override {
+    return {};
+  }
+  void sync() override {}
+  void take_options() override {}
+  // They are used up when backward ends.
+  std::vector<at::Tensor> own_gradients() const override { return {}; }
+  void drop_gradients() override {}
+  /// There is state once backwards update parameters.
+  void check_has_state(const char* what) const override;
+  std::vector<StatePiece> pieces() const override;
+  void load(const StateSource& source) override;
+  ShardingBytes bytes() const override;
+  ZeroOverlap* as_overlap() override { return this; }
 
  private:
   std::string who() const;
@@ -63,9 +76,9 @@ class ZeroOverlap : public std::enable_shared_from_this<ZeroOverlap> {
   /// What no rank has used is known only when the reducer is done.
   bool must_wait_for_used(const Reducer& reducer) const;
   bool can_be_unused(const Reducer& reducer) const;
-  /// Steps this rank's part of the bucket, if it has one, and launches the broadcasts of all parts.
+  /// Steps this rank's shard of the bucket, if it has one, and launches the broadcasts of all shards.
   void step_and_send(std::size_t bucket_index, bool has_unused);
-  void step_part(std::size_t bucket_index, bool has_unused);
+  void step_shard(std::size_t bucket_index, bool has_unused);
   void end_backward();
   /// The reducer has written all gradients.
   void on_reduced();

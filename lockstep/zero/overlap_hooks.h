@@ -16,9 +16,9 @@
 namespace lockstep {
 
 /// `hook`, which averages gradients, and when the last bucket has been launched, bucket by bucket: the step of this
-/// rank's part and the broadcast of all parts. Backward ends when all parameters are there. With `shard_buckets` parts
-/// are chunks of buckets, which divides state more evenly; else whole buckets. `ddp` is not kept alive; `zero` must
-/// have been made with overlap_with_ddp and live as long as backwards run.
+/// rank's shard and the broadcast of all shards. Backward ends when all parameters are there. With `shard_buckets`
+/// shards are some parameters of a bucket, which divides state more evenly; else whole buckets. `ddp` is not kept
+/// alive; `zero` must have been made with overlap_with_ddp and live as long as backwards run.
 CommHook hook_with_zero_step(const CommHook& hook, DdpEngine& ddp, ZeroOptimizer& zero, bool shard_buckets = false);
 CommHook hook_with_zero_step(const CommHook& hook, WrapsEngine auto& ddp, ZeroOptimizer& zero,
                              bool shard_buckets = false) {

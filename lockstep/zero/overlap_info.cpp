@@ -5,7 +5,7 @@
 namespace lockstep {
 
 void OverlapInfo::add_bucket(const std::vector<at::Tensor>& parameters) {
-  TORCH_CHECK_VALUE(!parameters.empty(), "[lockstep/zero] bucket ", params_per_bucket.size(), " has no parameters");
+  TORCH_CHECK(!parameters.empty(), "[lockstep/zero] bucket ", params_per_bucket.size(), " has no parameters");
   params_per_bucket.push_back(parameters);
   if (!shard_buckets) return;
   int64_t size = total_size.value_or(0);
@@ -25,15 +25,15 @@ void OverlapInfo::assign(int rank, int world_size) {
   next.assigned_ranks_per_bucket.assign(params_per_bucket.size(), {});
   next.offsets.clear();
   next.num_bucket_assignments = 0;
-  for (const auto& chunk : assign_buckets(sizes, world_size, shard_buckets)) {
-    const auto first = params_per_bucket[chunk.bucket_index].begin() + static_cast<std::ptrdiff_t>(chunk.offset);
-    std::vector<at::Tensor> parameters(first, first + static_cast<std::ptrdiff_t>(chunk.count));
-    auto& of_rank = next.params_per_rank[chunk.rank];
-    if (chunk.rank == rank) next.offsets[chunk.bucket_index] = of_rank.size();
+  for (const auto& shard : assign_bucket_shards(sizes, world_size, shard_buckets)) {
+    const auto first = params_per_bucket[shard.bucket_index].begin() + static_cast<std::ptrdiff_t>(shard.offset);
+    std::vector<at::Tensor> parameters(first, first + static_cast<std::ptrdiff_t>(shard.count));
+    auto& of_rank = next.params_per_rank[shard.rank];
+    if (shard.rank == rank) next.offsets[shard.bucket_index] = of_rank.size();
     of_rank.insert(of_rank.end(), parameters.begin(), parameters.end());
-    next.assigned_ranks_per_bucket[chunk.bucket_index].insert(chunk.rank);
-    next.assignments_per_rank[chunk.rank].emplace(
-        chunk.bucket_index, BucketAssignment(chunk.bucket_index, std::move(parameters), chunk.offset));
+    next.assigned_ranks_per_bucket[shard.bucket_index].insert(shard.rank);
+    next.assignments_per_rank[shard.rank].emplace(
+        shard.bucket_index, BucketAssignment(shard.bucket_index, std::move(parameters), shard.offset));
     ++next.num_bucket_assignments;
   }
   *this = std::move(next);

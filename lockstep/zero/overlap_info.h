@@ -1,4 +1,4 @@
-// What a rank knows while ZeRO's step overlaps with DDP's backward: DDP's buckets, who steps which part of them, and
+// What a rank knows while ZeRO's step overlaps with DDP's backward: DDP's buckets, who steps which shard of them, and
 // how far the current backward has come. Filled in by the overlap's hook; programs read it.
 #pragma once
 
@@ -32,7 +32,7 @@ struct OverlapInfo {
   std::vector<std::vector<at::Tensor>> params_per_bucket = {};
   /// By bucket.
   std::vector<std::vector<at::Tensor>> params_per_rank = {};
-  /// By bucket of which this rank steps a part: the position of the part's first parameter among this rank's.
+  /// By bucket of which this rank steps a shard: the position of the shard's first parameter among this rank's.
   std::map<std::size_t, std::size_t> offsets = {};
   std::vector<std::set<int>> assigned_ranks_per_bucket = {};
   /// By rank and bucket.

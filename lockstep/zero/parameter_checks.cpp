@@ -33,22 +33,22 @@ void check_parameters(const ParameterGroups& groups, const std::string& who) {
     for (std::size_t j = 0; j < groups[i].size(); ++j) {
       const auto& parameter = groups[i][j];
       const auto here = place(groups, i, j);
-      TORCH_CHECK_VALUE(parameter.defined(), who, ": ", here, " is undefined");
-      TORCH_CHECK_VALUE(parameter.is_leaf(), who, ": ", here, " is not a leaf: it was computed from other tensors, ",
-                        "so it has no gradient of its own. Pass the tensors it was computed from.");
+      TORCH_CHECK(parameter.defined(), who, ": ", here, " is undefined");
+      TORCH_CHECK(parameter.is_leaf(), who, ": ", here, " is not a leaf: it was computed from other tensors, ",
+                  "so it has no gradient of its own. Pass the tensors it was computed from.");
       if (first == nullptr) {
-        TORCH_CHECK_VALUE(parameter.layout() == at::kStrided, who, ": ", here, " is ", type_text(parameter),
-                          ". All parameters must be of one dense type.");
+        TORCH_CHECK(parameter.layout() == at::kStrided, who, ": ", here, " is ", type_text(parameter),
+                    ". All parameters must be of one dense type.");
         first = &parameter;
         first_place = here;
       }
-      TORCH_CHECK_VALUE(is_same_type(*first, parameter), who, ": ", first_place, " is ", type_text(*first), ", ", here,
-                        " is ", type_text(parameter), ". All parameters must be of one dense type.");
+      TORCH_CHECK(is_same_type(*first, parameter), who, ": ", first_place, " is ", type_text(*first), ", ", here,
+                  " is ", type_text(parameter), ". All parameters must be of one dense type.");
       const auto [before, is_new] = seen.emplace(parameter.unsafeGetTensorImpl(), here);
-      TORCH_CHECK_VALUE(is_new, who, ": ", before->second, " and ", here, " are the same tensor. List it once.");
+      TORCH_CHECK(is_new, who, ": ", before->second, " and ", here, " are the same tensor. List it once.");
     }
   }
-  TORCH_CHECK_VALUE(first != nullptr, who, ": there is no parameter. Pass at least one.");
+  TORCH_CHECK(first != nullptr, who, ": there is no parameter. Pass at least one.");
 }
 
 Facts facts_of(const ParameterGroups& groups) {

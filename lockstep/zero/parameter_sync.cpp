@@ -10,7 +10,6 @@
 #include "lockstep/nn/gradient_copy.h"
 #include "lockstep/shard/buffer.h"
 #include "lockstep/shard/flat.h"
-#include "lockstep/state/state_piece.h"
 
 namespace lockstep::detail {
 namespace {

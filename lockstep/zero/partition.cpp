@@ -14,7 +14,7 @@ std::size_t least_loaded(const std::vector<int64_t>& loads, const std::vector<bo
     if (best == loads.size() || loads[i] < loads[best]) best = i;
   }
   TORCH_CHECK(best < loads.size(), "[lockstep/zero] all of the ", loads.size(),
-              " ranks are barred from taking a share. At least one must be left.");
+              " ranks are barred from taking a shard. At least one must be left.");
   return best;
 }
 

@@ -47,8 +47,8 @@ const RankGroups& PartitionCache::partition(const std::vector<std::vector<at::Te
               ": params_per_rank was given after the parameters had been divided. Give it at construction.");
   TORCH_CHECK(optimizer_.param_groups().size() == 1, who_, ": params_per_rank needs one parameter group, there are ",
               optimizer_.param_groups().size());
-  TORCH_CHECK_VALUE(params_per_rank.size() == static_cast<std::size_t>(world_size_), who_, ": params_per_rank has ",
-                    params_per_rank.size(), " lists. It takes one for each of ", world_size_, " ranks.");
+  TORCH_CHECK(params_per_rank.size() == static_cast<std::size_t>(world_size_), who_, ": params_per_rank has ",
+              params_per_rank.size(), " lists. It takes one for each of ", world_size_, " ranks.");
   const auto& group = optimizer_.param_groups().front();
   std::unordered_set<const void*> left;
   for (const auto& parameter : group.params()) left.insert(parameter.unsafeGetTensorImpl());
@@ -56,10 +56,10 @@ const RankGroups& PartitionCache::partition(const std::vector<std::vector<at::Te
   for (std::size_t rank = 0; rank < params_per_rank.size(); ++rank) {
     for (std::size_t i = 0; i < params_per_rank[rank].size(); ++i) {
       const void* parameter = params_per_rank[rank][i].unsafeGetTensorImpl();
-      TORCH_CHECK_VALUE(known.count(parameter) == 1, who_, ": params_per_rank[", rank, "][", i,
-                        "] is none of the optimizer's parameters");
-      TORCH_CHECK_VALUE(left.erase(parameter) == 1, who_, ": params_per_rank[", rank, "][", i,
-                        "] is listed twice. A parameter belongs to one rank.");
+      TORCH_CHECK(known.count(parameter) == 1, who_, ": params_per_rank[", rank, "][", i,
+                  "] is none of the optimizer's parameters");
+      TORCH_CHECK(left.erase(parameter) == 1, who_, ": params_per_rank[", rank, "][", i,
+                  "] is listed twice. A parameter belongs to one rank.");
     }
   }
   auto& result = caches_.partition.emplace();

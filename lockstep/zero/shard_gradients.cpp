@@ -10,7 +10,7 @@
 
 namespace lockstep {
 
-std::unique_ptr<detail::Sharding> ZeroOptimizer::shard_gradients() {
+std::unique_ptr<detail::Division> ZeroOptimizer::shard_gradients() {
   const auto ddp = options_.ddp.engine();
   TORCH_CHECK_VALUE(ddp->group() == group_, who(), ": with ZeroStage::kGradients the optimizer's group must be DDP's, ",
                     "which has ", ddp->group()->getSize(), " ranks");

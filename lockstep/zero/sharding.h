@@ -1,55 +1,61 @@
-// How parameters are divided among ranks, as the optimizer sees it: what its local optimizer steps, how gradients come
-// to it, how the ranks' results meet, and what of the state lies where. Internal to zero.
-//
-// Used by one thread. Nothing here communicates except sync().
+// How a ZeroOptimizer works on its shard: what this rank has of the state, and where its steps happen. Two forms, of
+// which an optimizer has one: ShardedStep steps between backwards, ZeroOverlap inside of them. Internal to zero.
 #pragma once
 
 #include <torch/optim/optimizer.h>
 
+#include <functional>
 #include <vector>
 
-#include "lockstep/state/state_piece.h"
+#include "lockstep/state/piece.h"
+#include "lockstep/zero/division.h"
 
 namespace lockstep::detail {
 
-/// Bytes that a sharding keeps between steps beside parameters and state.
-struct ShardingBytes {
-  int64_t buckets = 0;      // that hold parameters
-  int64_t gradients = 0;    // this rank's, of the second stage
-  int64_t temporaries = 0;  // that are used in a step
-};
+class ZeroOverlap;
+
+/// What stands in for the local optimizer's step().
+using LocalStep =
+    std::function<at::Tensor(torch::optim::Optimizer& local, const torch::optim::Optimizer::LossClosure& closure)>;
 
 class Sharding {
  public:
   virtual ~Sharding() = default;
 
-  /// What this rank's optimizer steps, group by group; groups may be empty.
-  virtual std::vector<std::vector<at::Tensor>> local_parameters() const = 0;
+  /// The optimizer is being destroyed.
+  virtual void detach() noexcept {}
 
-  /// Some parameters were frozen or are trainable now. Local optimizers must be given local_parameters() afterwards.
+  /// The optimizer has more groups, or the last ones no more.
+  virtual void on_group_change() = 0;
+  /// Some parameters were frozen or are trainable now.
   virtual void on_trainability_change() = 0;
 
-  /// False if gradients have to be taken before the local optimizer's step, so that a closure runs before it too.
-  virtual bool takes_gradients_in_place() const { return true; }
-  /// Whether the local parameters must be cut differently before gradients can be taken: see load().
-  virtual bool must_recut() const { return false; }
-  /// Brings the parameters' gradients to the local parameters.
-  virtual void take_gradients() {}
-  /// Forgets them, so that nobody keeps the memory of gradients that are dropped.
-  virtual void drop_gradients() {}
-  /// The gradients of this rank's share, as views.
-  virtual std::vector<at::Tensor> own_gradients() const = 0;
-
-  /// Gives all ranks every rank's share of the parameters. Collective and blocking.
+  /// Steps this rank's shard with the options of the optimizer's groups. Returns the closure's loss, or the local
+  /// step's. Local.
+  virtual at::Tensor step(const LocalStep& local_step, torch::optim::Optimizer::LossClosure closure) = 0;
+  /// Gives all ranks every rank's shard of the parameters. Collective and blocking.
   virtual void sync() = 0;
 
+  /// The gradients of this rank's shard, as views.
+  virtual std::vector<at::Tensor> own_gradients() const = 0;
+  /// Forgets gradients that are in no .grad.
+  virtual void drop_gradients() = 0;
+
+  /// Throws, saying that `what` needs it, if there is no state yet that could be read or replaced.
+  virtual void check_has_state(const char* what) const = 0;
+  /// Gives the local optimizer the options of the optimizer's groups.
+  virtual void take_options() = 0;
   /// This rank's state. Tensors are views of it.
-  virtual std::vector<StatePiece> pieces(const torch::optim::Optimizer& local) const = 0;
-  /// The state the source has for this rank's share, as local optimizers take it, without options. May cut
-  /// local_parameters() anew.
-  virtual OptimizerStateDict load(const StateSource& source) = 0;
+  virtual std::vector<StatePiece> pieces() const = 0;
+  /// Takes the state of this rank's shard. Changes nothing if it throws.
+  virtual void load(const StateSource& source) = 0;
 
   virtual ShardingBytes bytes() const = 0;
+
+  /// The optimizer of this rank's shard; null where steps happen inside of backwards.
+  virtual torch::optim::Optimizer* local() { return nullptr; }
+  /// This, if it is the form whose steps happen inside of backwards; else null.
+  virtual ZeroOverlap* as_overlap() { return nullptr; }
 };
 
 }  // namespace lockstep::detail

@@ -10,6 +10,7 @@ class StateAccess {
   /// Brings options and groups up to date first.
   static std::vector<StatePiece> pieces(ZeroOptimizer& optimizer);
   static std::vector<at::Tensor> parameters(const ZeroOptimizer& optimizer) { return optimizer.all_parameters(); }
+  static std::vector<std::string> names(const ZeroOptimizer& optimizer) { return optimizer.parameter_names(); }
   static OptimizerStateDict groups(const ZeroOptimizer& optimizer) { return optimizer.exposed_groups(); }
   static std::string who(const ZeroOptimizer& optimizer) { return optimizer.who(); }
   static void set_consolidated(ZeroOptimizer& optimizer, std::optional<OptimizerStateDict> dict) {

@@ -8,7 +8,7 @@
 #include "lockstep/base/str.h"
 #include "lockstep/comm/failure_notice.h"
 #include "lockstep/comm/objects.h"
-#include "lockstep/state/state_files.h"
+#include "lockstep/state/files.h"
 #include "lockstep/zero/state_access.h"
 
 namespace lockstep {
@@ -18,10 +18,10 @@ using detail::StateAccess;
 
 void check_options(const ZeroOptimizer& optimizer, const StreamOptions& options) {
   const auto size = optimizer.process_group()->getSize();
-  TORCH_CHECK_VALUE(options.to >= 0 && options.to < size, StateAccess::who(optimizer),
-                    ": state cannot be collected on rank ", options.to, " of a group of ", size);
-  TORCH_CHECK_VALUE(options.max_bytes > 0, StateAccess::who(optimizer), ": state cannot be sent in chunks of ",
-                    options.max_bytes, " bytes");
+  TORCH_CHECK(options.to >= 0 && options.to < size, StateAccess::who(optimizer), ": state cannot be collected on rank ",
+              options.to, " of a group of ", size);
+  TORCH_CHECK(options.max_bytes > 0, StateAccess::who(optimizer), ": state cannot be sent in chunks of ",
+              options.max_bytes, " bytes");
 }
 
 /// The same on all ranks, and another one for every save.
@@ -54,9 +54,9 @@ std::string packed(const std::vector<detail::PlacedPiece>& placed) {
 
 detail::StateIndex index_of(const ZeroOptimizer& optimizer, int64_t save_id) {
   detail::StateIndex index{.save_id = save_id, .groups = StateAccess::groups(optimizer)};
+  const auto names = StateAccess::names(optimizer);
   for (const auto& parameter : StateAccess::parameters(optimizer)) {
-    index.sizes.push_back(parameter.sizes().vec());
-    index.strides.push_back(parameter.strides().vec());
+    index.tensors.push_back({names[index.tensors.size()], parameter.sizes().vec(), parameter.strides().vec()});
   }
   return index;
 }
@@ -102,7 +102,7 @@ void consolidate_in_chunks(ZeroOptimizer& optimizer, const StreamOptions& option
   auto dict = StateAccess::groups(optimizer);
   const auto take = [&](const detail::StatePiece& piece, const std::string& name, int64_t begin,
                         const at::Tensor& bytes) {
-    const auto place = detail::place_for(dict, piece, name, parameters[piece.index]);
+    const auto place = detail::place_for(dict.state, piece, name, parameters[piece.index]);
     if (place.defined()) place.narrow(0, begin, bytes.numel()).copy_(bytes);
   };
   try {
@@ -165,12 +165,18 @@ void load_sharded(ZeroOptimizer& optimizer, const std::string& path) {
   std::vector<std::size_t> sizes;
   for (const auto& group : groups.param_groups) sizes.push_back(group.params.size());
   check_fits(index.groups, sizes, StateAccess::who(optimizer));
+  const auto names = StateAccess::names(optimizer);
+  const auto saved_at = detail::indices_by_name(names, index.names(), StateAccess::who(optimizer));
+  std::vector<at::Tensor> as_saved(index.tensors.size());
   for (std::size_t i = 0; i < parameters.size(); ++i) {
-    TORCH_CHECK_VALUE(parameters[i].sizes() == at::IntArrayRef(index.sizes[i]), StateAccess::who(optimizer),
-                      ": parameter ", i, " has sizes ", parameters[i].sizes(), ", the saved one ",
-                      at::IntArrayRef(index.sizes[i]));
+    const at::IntArrayRef saved_sizes = index.tensors.at(saved_at[i]).sizes;
+    TORCH_CHECK(parameters[i].sizes() == saved_sizes, StateAccess::who(optimizer), ": parameter ", i,
+                names[i].empty() ? "" : str(" ('", names[i], "')"), " has sizes ", parameters[i].sizes(),
+                ", the saved one ", saved_sizes);
+    as_saved[saved_at[i]] = parameters[i];
   }
-  StateAccess::load_from(optimizer, index.groups, detail::source_of(path, index, parameters));
+  const auto source = detail::source_of(path, index, as_saved);
+  StateAccess::load_from(optimizer, index.groups, detail::with_indices(source, saved_at));
 }
 
 }  // namespace lockstep

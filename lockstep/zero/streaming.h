@@ -1,5 +1,7 @@
 // State of a ZeroOptimizer that is too large to be sent or held at once: collected in chunks, in memory or in a file,
-// or written by every rank for itself. Files load at any number of ranks and under any division.
+// or written by every rank for itself. Files load at any number of ranks and under any division. Parameters are known
+// by name where saver and loader know names (ZeroOptions::parameter_names, or those of DDP), so that their order may
+// differ within a group; else by position.
 //
 // A save is an index, at the path that was given, and parts beside it: `path`.part0, … An index is written last, and
 // parts of another save than the index's are refused.
@@ -30,7 +32,7 @@ void save_in_chunks(ZeroOptimizer& optimizer, const std::string& path, const Str
 /// and blocking. If a file cannot be written, all ranks throw, naming it.
 void save_sharded(ZeroOptimizer& optimizer, const std::string& path);
 
-/// Reads what a save above wrote: options, and this rank's share of the state and no more. Local, to be called on all
+/// Reads what a save above wrote: options, and this rank's shard of the state and no more. Local, to be called on all
 /// ranks. Throws if something is missing or does not fit, having changed nothing.
 void load_sharded(ZeroOptimizer& optimizer, const std::string& path);
 

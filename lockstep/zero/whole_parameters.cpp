@@ -24,17 +24,21 @@ NamedValues placed_beside(const at::Tensor& parameter, const NamedValues& values
 }  // namespace
 
 WholeParameters::WholeParameters(PartitionCache& partition, bool as_bucket_view, GroupPtr group)
-    : group_(std::move(group)) {
-  const auto& groups = partition.partition();
+    : partition_(partition), as_bucket_view_(as_bucket_view), group_(std::move(group)) {}
+
+void WholeParameters::set_groups(std::vector<std::vector<at::Tensor>> /*groups*/) {
+  const auto& groups = partition_.partition();
+  std::vector<std::vector<OwnParameter>> own;
   for (const auto& each : groups[group_ ? group_->getRank() : 0]) {
-    auto& shares = own_.emplace_back();
+    auto& parameters = own.emplace_back();
     for (const auto& parameter : each.params()) {
-      shares.push_back({partition.param_to_index().at(parameter.unsafeGetTensorImpl()), parameter});
+      parameters.push_back({partition_.param_to_index().at(parameter.unsafeGetTensorImpl()), parameter});
     }
   }
+  own_ = std::move(own);
   if (!group_) return;
-  if (as_bucket_view) {
-    device_parameters_ = partition.device_to_params_per_rank();
+  if (as_bucket_view_) {
+    device_parameters_ = partition_.device_to_params_per_rank();
     views_.emplace(device_parameters_, group_);
     return;
   }
@@ -50,7 +54,7 @@ std::vector<std::vector<at::Tensor>> WholeParameters::local_parameters() const {
   std::vector<std::vector<at::Tensor>> groups;
   for (const auto& group : own_) {
     auto& parameters = groups.emplace_back();
-    for (const auto& share : group) parameters.push_back(share.parameter);
+    for (const auto& own : group) parameters.push_back(own.parameter);
   }
   return groups;
 }
@@ -62,8 +66,8 @@ void WholeParameters::on_trainability_change() {
 std::vector<at::Tensor> WholeParameters::own_gradients() const {
   std::vector<at::Tensor> gradients;
   for (const auto& group : own_) {
-    for (const auto& share : group) {
-      if (const auto& gradient = share.parameter.grad(); gradient.defined()) gradients.push_back(gradient);
+    for (const auto& own : group) {
+      if (const auto& gradient = own.parameter.grad(); gradient.defined()) gradients.push_back(gradient);
     }
   }
   return gradients;
@@ -79,10 +83,10 @@ std::vector<StatePiece> WholeParameters::pieces(const torch::optim::Optimizer& l
   std::vector<StatePiece> pieces;
   int64_t position = 0;
   for (const auto& group : own_) {
-    for (const auto& share : group) {
+    for (const auto& own : group) {
       if (const auto found = dict.state.find(position++); found != dict.state.end()) {
-        pieces.push_back({.index = share.index,
-                          .elements = {0, share.parameter.numel()},
+        pieces.push_back({.index = own.index,
+                          .elements = {0, own.parameter.numel()},
                           .is_whole = true,
                           .values = std::move(found->second)});
       }

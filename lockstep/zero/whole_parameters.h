@@ -1,4 +1,4 @@
-// Sharding by whole parameters: every parameter belongs to one rank, or to none. Internal to zero.
+// Division by whole parameters: every parameter belongs to one rank, or to none. Internal to zero.
 #pragma once
 
 #include <optional>
@@ -6,18 +6,20 @@
 
 #include "lockstep/comm/group.h"
 #include "lockstep/zero/bucket_views.h"
+#include "lockstep/zero/division.h"
 #include "lockstep/zero/parameter_sync.h"
 #include "lockstep/zero/partition_cache.h"
-#include "lockstep/zero/sharding.h"
 
 namespace lockstep::detail {
 
-class WholeParameters final : public Sharding {
+class WholeParameters final : public Division {
  public:
-  /// Takes what it needs of `partition`; made anew when that changes. Without a group this rank has all of it, and
-  /// nothing is sent: `partition` is that of one rank.
+  /// `partition`, which it refers to, says who has what. Without a group this rank has all of it, and nothing is sent:
+  /// then `partition` is that of one rank.
   WholeParameters(PartitionCache& partition, bool as_bucket_view, GroupPtr group);
 
+  /// Reads the partition again, which must be that of these groups.
+  void set_groups(std::vector<std::vector<at::Tensor>> groups) override;
   std::vector<std::vector<at::Tensor>> local_parameters() const override;
   void on_trainability_change() override;
   std::vector<at::Tensor> own_gradients() const override;
@@ -30,14 +32,16 @@ class WholeParameters final : public Sharding {
   const std::vector<std::vector<at::Tensor>>& buckets() const { return views_->buckets(); }
 
  private:
-  struct Share {
+  struct OwnParameter {
     int64_t index;  // over all groups
     at::Tensor parameter;
   };
 
+  PartitionCache& partition_;
+  const bool as_bucket_view_;
   const GroupPtr group_;
-  std::vector<std::vector<Share>> own_;  // by group
-  DeviceParameters device_parameters_;   // bucket views only
+  std::vector<std::vector<OwnParameter>> own_;  // by group
+  DeviceParameters device_parameters_;          // bucket views only
   // One of the two; without a group neither.
   std::optional<BucketViews> views_;
   std::optional<ParameterSync> sync_;

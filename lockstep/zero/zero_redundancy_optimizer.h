@@ -78,11 +78,13 @@ class ZeroRedundancyOptimizer final : public ZeroOptimizer {
       : ZeroOptimizer(params, type_of(options), std::move(zero)) {}
   explicit ZeroRedundancyOptimizer(std::vector<at::Tensor> params, LocalOptions options = {}, ZeroOptions zero = {})
       : ZeroRedundancyOptimizer(ParamGroups{{std::move(params)}}, std::move(options), std::move(zero)) {}
-  ZeroRedundancyOptimizer(const ParamGroups& params, LocalOptions options, GroupPtr group)
-      : ZeroRedundancyOptimizer(params, std::move(options), ZeroOptions{.process_group = std::move(group)}) {}
-  ZeroRedundancyOptimizer(std::vector<at::Tensor> params, LocalOptions options, GroupPtr group)
-      : ZeroRedundancyOptimizer(std::move(params), std::move(options), ZeroOptions{.process_group = std::move(group)}) {
+  /// A null group, which new_group() gives to ranks that are not in it, is refused.
+  ZeroRedundancyOptimizer(const ParamGroups& params, LocalOptions options, const GroupPtr& group)
+      : ZeroRedundancyOptimizer(params, std::move(options), ZeroOptions{.process_group = group_with_this_rank(group)}) {
   }
+  ZeroRedundancyOptimizer(std::vector<at::Tensor> params, LocalOptions options, const GroupPtr& group)
+      : ZeroRedundancyOptimizer(std::move(params), std::move(options),
+                                ZeroOptions{.process_group = group_with_this_rank(group)}) {}
 
   using ZeroOptimizer::step;
   /// step() with `local_step(optimizer)` in place of the local optimizer's own: for steps that take arguments. What it
@@ -94,7 +96,7 @@ class ZeroRedundancyOptimizer final : public ZeroOptimizer {
         nullptr);
   }
 
-  /// The optimizer of this rank's share: Python's `optim`. With ZeroPartition::kElements it is replaced now and then.
+  /// The optimizer of this rank's shard: Python's `optim`. With ZeroPartition::kElements it is replaced now and then.
   Optim& local_optimizer() { return static_cast<Optim&>(local()); }
 
  private:

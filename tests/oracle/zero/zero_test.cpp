@@ -6,7 +6,7 @@
 #include <fstream>
 
 #include "lockstep/base/str.h"
-#include "lockstep/state/python_state.h"
+#include "lockstep/state/python_format.h"
 #include "lockstep/testing/temp_dir.h"
 #include "tests/support/oracle_reference.h"
 #include "tests/support/zero_fixtures.h"

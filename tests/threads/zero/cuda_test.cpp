@@ -1,7 +1,6 @@
 // ZeroRedundancyOptimizer on an accelerator: two ranks share one GPU by gloo, one rank has NCCL.
+#include "lockstep/comm/values.h"
 #include "lockstep/optim/grad_scaler.h"
-#include "lockstep/optim/overflow.h"
-#include "lockstep/zero/objects.h"
 #include "tests/support/zero_overlap_fixtures.h"
 
 namespace lockstep {
@@ -109,7 +108,7 @@ TEST_F(ZeroOnGpu, StepsThatOverflowAreLeftOutOnAllRanks) {
       DistributedDataParallel ddp(model_on(world), world.group(), small_buckets());
       options.ddp = ddp;
       ZeroRedundancyOptimizer<optim::AdamW> zero(ddp.parameters(), {.lr = 0.02}, options);
-      GradScaler scaler({.init_scale = 1024, .agree = overflow_agreement(world.group())});
+      GradScaler scaler({.init_scale = 1024, .process_group = world.group()});
       for (int step = 0; step < 3; ++step) {
         const auto before = copies_of(ddp.parameters());
         zero.zero_grad();
@@ -150,7 +149,7 @@ TEST_F(ZeroOnGpu, OverlapEqualsAPlainOptimizer) {
 TEST_F(ZeroOnGpu, ObjectsAreLoadedOntoTheDevice) {
   on_gpu([](const World& world) {
     const auto sent = world.rank() == 0 ? c10::IValue(at::arange(5)) : c10::IValue();
-    const auto got = broadcast_object(sent, 0, world.group(), world.device()).toTensor();
+    const auto got = broadcast_value(sent, 0, world.group(), world.device()).toTensor();
     EXPECT_TRUE(got.is_cuda());
     EXPECT_TRUE(at::equal(got.cpu(), at::arange(5)));
   });

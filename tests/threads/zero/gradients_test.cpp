@@ -2,7 +2,6 @@
 #include "lockstep/base/str.h"
 #include "lockstep/comm/objects.h"
 #include "lockstep/optim/grad_scaler.h"
-#include "lockstep/optim/overflow.h"
 #include "tests/support/zero_fixtures.h"
 
 namespace lockstep {
@@ -70,7 +69,7 @@ TEST(ZeroGradients, ThatOverflowOnOneRankLeaveOutTheStepOnAll) {
       Adam plain(expected);
       GradScalerOptions options{.device = at::kCPU, .init_scale = 8, .growth_interval = 2};
       GradScaler plain_scaler(options);
-      options.agree = overflow_agreement(world.group());
+      options.process_group = world.group();
       GradScaler scaler(options);
       for (int step = 0; step < 6; ++step) {
         for (const auto* each : {&parameters, &expected}) {

@@ -89,6 +89,7 @@ TEST(ZeroOverlapRefuses, GroupsAndClosuresAndClipping) {
     expect_error([&] { zero.step([] { return at::Tensor(); }); }, {"closure"});
     expect_error([&] { zero.step([](SGD&) { return at::Tensor(); }); }, {"cannot be replaced"});
     expect_error([&] { zero.clip_grad_norm_(1); }, {"cannot be clipped"});
+    expect_error([&] { clip_grad_value_(zero, 1); }, {"cannot be clipped"});
     expect_error([&] { zero.local_optimizer(); }, {"no local optimizer"});
     // Through the base class nobody can refuse at once.
     ddp.register_comm_hook(hook_of(Form::kAfterLast, ddp, zero));
@@ -233,8 +234,8 @@ class FailingForm : public optim::FunctionalOptimizer {
   }
   torch::optim::OptimizerOptions& options() override { return inner_.options(); }
   void set_options(const torch::optim::OptimizerOptions& options) override { inner_.set_options(options); }
-  optim::NamedState state(std::size_t index) const override { return inner_.state(index); }
-  void load_state(std::size_t index, const optim::NamedState& state) override { inner_.load_state(index, state); }
+  NamedValues state(std::size_t index) const override { return inner_.state(index); }
+  void load_state(std::size_t index, const NamedValues& state) override { inner_.load_state(index, state); }
 
   static thread_local bool fails;
 

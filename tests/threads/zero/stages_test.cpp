@@ -1,6 +1,6 @@
 // One option from plain data parallelism to sharded gradients: the same parameters, and less memory.
+#include "lockstep/optim/clip_grad.h"
 #include "lockstep/optim/grad_scaler.h"
-#include "lockstep/optim/overflow.h"
 #include "lockstep/testing/memory_probe.h"
 #include "lockstep/zero/streaming.h"
 #include "tests/support/ddp_models.h"
@@ -255,7 +255,7 @@ TEST(ZeroStages, ExchangeTheirState) {
 TEST(ZeroStages, ClipAndScaleAlike) {
   on_ranks([](const World& world) {
     const auto scaler_of = [&] {
-      return GradScaler({.device = at::kCPU, .init_scale = 1024, .agree = overflow_agreement(world.group())});
+      return GradScaler({.device = at::kCPU, .init_scale = 1024, .process_group = world.group()});
     };
     const auto overflows_at = [&](int step) { return step == 1 && world.rank() == 0; };
     const auto train = [&](auto& ddp, auto& optimizer, const auto& clip) {
@@ -285,6 +285,74 @@ TEST(ZeroStages, ClipAndScaleAlike) {
       expect_same(ddp.parameters(), plain_ddp.parameters(), name_of(stage), {1e-5});
     }
   });
+}
+
+// ZERO-67, ZERO-72: clip_grad_norm_(optimizer) and clip_grad_value_(optimizer) know where gradients are.
+TEST(ZeroStages, AreClippedLikeAnyOptimizer) {
+  enum class Clip { kNot, kByNorm, kByValue };
+  const auto train = [](const World& world, auto& ddp, torch::optim::Optimizer& optimizer, Clip clip) {
+    std::vector<double> norms;
+    for (int step = 0; step < 3; ++step) {
+      optimizer.zero_grad();
+      (loss_of(ddp, world, step) * 10).backward();
+      if (clip == Clip::kByNorm) norms.push_back(clip_grad_norm_(optimizer, 0.05).item<double>());
+      if (clip == Clip::kByValue) clip_grad_value_(optimizer, 0.002);
+      optimizer.step();
+    }
+    return norms;
+  };
+  using ZeroSgd = ZeroRedundancyOptimizer<optim::SGD>;
+  const optim::SGDOptions sgd{.lr = 0.5, .momentum = 0.5};
+  on_ranks(
+      [&](const World& world) {
+        DistributedDataParallel unclipped(mlp(kSizes), small_buckets(world));
+        optim::SGD without(unclipped.parameters(), sgd);
+        train(world, unclipped, without, Clip::kNot);
+        for (const auto clip : {Clip::kByNorm, Clip::kByValue}) {
+          DistributedDataParallel plain_ddp(mlp(kSizes), small_buckets(world));
+          optim::SGD plain(plain_ddp.parameters(), sgd);
+          const auto expected = train(world, plain_ddp, plain, clip);
+          EXPECT_FALSE(at::allclose(plain_ddp.parameters()[0], unclipped.parameters()[0])) << "clipping does something";
+          for (const auto stage : kStages) {
+            DistributedDataParallel ddp(mlp(kSizes), small_buckets(world));
+            ZeroSgd zero(ddp.parameters(), sgd, at_stage(stage, ddp));
+            const auto norms = train(world, ddp, zero, clip);
+            for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_NEAR(norms[i], expected[i], 1e-5 * expected[i]);
+            expect_same(ddp.parameters(), plain_ddp.parameters(), name_of(stage), {1e-5});
+          }
+        }
+      },
+      {1, 2, 3});
+}
+
+// ZERO-67, ZERO-72: a shard that overflows on one rank, a scaler that was told no group, and zero_grad() through the
+// base class, which reaches no sharded gradients
+TEST(ZeroStages, LeaveOutStepsWithoutBeingToldTheGroup) {
+  on_ranks(
+      [](const World& world) {
+        const auto train = [&](auto& ddp, torch::optim::Optimizer& optimizer, const auto& overflow) {
+          GradScaler scaler({.device = at::kCPU, .init_scale = 1024});
+          for (int step = 0; step < 4; ++step) {
+            optimizer.zero_grad();
+            scaler.scale(loss_of(ddp, world, step)).backward();
+            if (step == 1) overflow();
+            scaler.step(optimizer);
+            scaler.update();
+          }
+          EXPECT_EQ(scaler.get_scale(), 512) << "one step was left out";
+        };
+        const auto kBad = std::numeric_limits<float>::infinity();
+        DistributedDataParallel plain_ddp(mlp(kSizes), small_buckets(world));
+        AdamW plain(plain_ddp.parameters(), adamw());
+        train(plain_ddp, plain, [&] { plain_ddp.parameters()[0].mutable_grad().fill_(kBad); });
+        DistributedDataParallel ddp(mlp(kSizes), small_buckets(world));
+        Zero zero(ddp.parameters(), adamw(), at_stage(ZeroStage::kGradients, ddp));
+        train(ddp, zero, [&] {
+          if (world.rank() == 0) zero.own_gradients()[0].gradients.at(0).fill_(kBad);
+        });
+        expect_same(ddp.parameters(), plain_ddp.parameters(), "", {1e-5});
+      },
+      {1, 2, 3});
 }
 
 // ZERO-67, JOIN-47: ranks without inputs step the slices they own.

@@ -4,9 +4,9 @@
 #include <sstream>
 
 #include "lockstep/base/str.h"
-#include "lockstep/state/python_state.h"
+#include "lockstep/comm/values.h"
+#include "lockstep/state/python_format.h"
 #include "lockstep/testing/recorder.h"
-#include "lockstep/zero/objects.h"
 #include "tests/support/zero_fixtures.h"
 
 namespace lockstep {
@@ -34,7 +34,7 @@ void train(Optimizer& optimizer, const std::vector<at::Tensor>& parameters, int 
 OptimizerStateDict shared_state(ZeroOptimizer& optimizer, const World& world) {
   optimizer.consolidate_state_dict(0);
   const auto value = world.rank() == 0 ? to_python(optimizer.state_dict()) : c10::IValue();
-  return from_python(broadcast_object(value, 0, world.group(), at::kCPU));
+  return from_python(broadcast_value(value, 0, world.group(), at::kCPU));
 }
 
 // ZERO-35, ZERO-37
@@ -343,19 +343,19 @@ TEST(ZeroState, ObjectsReachAllRanks) {
         dict.insert(7, at::arange(5));
         dict.insert(9, "text");
       }
-      const auto empty = broadcast_object(c10::IValue(), root, world.group(), at::kCPU);
+      const auto empty = broadcast_value(c10::IValue(), root, world.group(), at::kCPU);
       EXPECT_TRUE(empty.isNone());
-      EXPECT_EQ(broadcast_object(c10::IValue(world.rank() == root ? "" : "other"), root, world.group(), at::kCPU)
+      EXPECT_EQ(broadcast_value(c10::IValue(world.rank() == root ? "" : "other"), root, world.group(), at::kCPU)
                     .toStringRef(),
                 "");
-      const auto received = broadcast_object(dict, root, world.group(), at::kCPU).toGenericDict();
+      const auto received = broadcast_value(dict, root, world.group(), at::kCPU).toGenericDict();
       EXPECT_EQ(received.size(), 2U);
       EXPECT_TRUE(at::equal(received.at(7).toTensor(), at::arange(5)));
       EXPECT_EQ(received.at(9).toStringRef(), "text");
     }
     if (world.world_size() > 1) {
       const Recorder sent;
-      broadcast_object(c10::IValue("text"), 0, world.group(), at::kCPU);
+      broadcast_value(c10::IValue("text"), 0, world.group(), at::kCPU);
       const auto launches = sent.events("launch");
       ASSERT_EQ(launches.size(), 2U);
       EXPECT_EQ(launches[0].bytes, 8U) << "the length";
@@ -364,7 +364,7 @@ TEST(ZeroState, ObjectsReachAllRanks) {
     }
     const Recorder recorder;
     for (const int root : {-1, world.world_size()}) {
-      expect_error([&] { broadcast_object(c10::IValue(1), root, world.group(), at::kCPU); },
+      expect_error([&] { broadcast_value(c10::IValue(1), root, world.group(), at::kCPU); },
                    {str("rank ", root, " is not in the group"), str(world.world_size(), " ranks")});
     }
     EXPECT_TRUE(recorder.events().empty());

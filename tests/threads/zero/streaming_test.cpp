@@ -1,6 +1,7 @@
 // State in chunks and in files.
 #include "lockstep/zero/streaming.h"
 
+#include <cstdlib>
 #include <fstream>
 
 #include "lockstep/base/str.h"
@@ -241,6 +242,93 @@ TEST(ZeroStreaming, FilesThatAreMissingDamagedOrForeignAreRefused) {
         }
       },
       {2});
+}
+
+// ZERO-70: parameters are known by name, so that they may be listed in another order.
+TEST(ZeroStreaming, FilesKnowParametersByName) {
+  on_ranks(
+      [](const World& world) {
+        const TempDir folder;
+        const auto path = broadcast_object(folder.file("state"), 0, world.group());
+        const std::vector<std::string> names = {"a", "b", "c"};
+        for (const auto& [way, zero] : ways(world.group())) {
+          auto named = zero;
+          named.parameter_names = names;
+          const auto parameters = parameters_of({{4, 3}, {3, 4}, {5}});
+          Zero optimizer(parameters, {}, named);
+          train(optimizer, parameters, 2);
+          save_sharded(optimizer, path);
+
+          const std::vector<std::size_t> order = {2, 0, 1};
+          std::vector<at::Tensor> turned;
+          auto turned_zero = zero;
+          for (const auto i : order) {
+            turned.push_back(parameters[i].detach().clone().requires_grad_());
+            turned_zero.parameter_names.push_back(names[i]);
+          }
+          Zero other(turned, {}, turned_zero);
+          load_sharded(other, path);
+          for (const auto* each : {&parameters, &turned}) {
+            for (const auto& parameter : *each) parameter.mutable_grad() = at::full_like(parameter, 0.5);
+          }
+          optimizer.step();
+          other.step();
+          for (std::size_t i = 0; i < order.size(); ++i) EXPECT_TRUE(at::equal(turned[i], parameters[order[i]])) << way;
+
+          // One that does not know names goes by position, and notices only sizes that differ.
+          Zero nameless(turned, {}, zero);
+          expect_error([&] { load_sharded(nameless, path); }, {"parameter 0 has sizes [5], the saved one [4, 3]"});
+          turned_zero.parameter_names = {"c", "x", "b"};
+          Zero foreign(turned, {}, turned_zero);
+          expect_error([&] { load_sharded(foreign, path); }, {"parameter 'x'", "not among those that were saved"});
+          barrier(world.group());
+        }
+        const auto refuses = [&](const std::vector<std::string>& given, const std::vector<std::string>& words) {
+          const ZeroOptions options{.process_group = world.group(), .parameter_names = given};
+          expect_error([&] { Zero(parameters_of({{2}, {3}}), {}, options); }, words);
+        };
+        refuses({"a"}, {"1 parameter_names for 2 parameters"});
+        refuses({"a", "a"}, {"'a'", "twice"});
+      },
+      {1, 2}, {"threads"});
+}
+
+/// Two ranks saved these after three steps, before files knew names: three parameters of ones, twos and threes, and
+/// gradients 0, 1, 2, … plus the number of the step.
+// ZERO-70
+TEST(ZeroStreaming, FilesOfTheFirstFormatLoad) {
+  const std::string folder = std::string(std::getenv("LOCKSTEP_SOURCE_DIR")) + "/tests/threads/zero/files/format_1_";
+  on_ranks(
+      [&](const World& world) {
+        const auto made = [] {
+          std::vector<at::Tensor> parameters;
+          for (const auto& shape : std::vector<std::vector<int64_t>>{{3, 2}, {5}, {2, 2, 2}}) {
+            parameters.push_back(at::full(shape, static_cast<double>(parameters.size() + 1)).requires_grad_());
+          }
+          return parameters;
+        };
+        const auto expected = made();
+        torch::optim::AdamW plain(expected, torch::optim::AdamWOptions(0.125));
+        for (int step = 0; step < 3; ++step) {
+          for (const auto& parameter : expected) {
+            parameter.mutable_grad() = at::arange(parameter.numel(), at::kFloat).view(parameter.sizes()) + step;
+          }
+          plain.step();
+        }
+        for (const auto& [way, zero] : ways(world.group())) {
+          for (const std::string saved : {"elements", "parameters"}) {
+            auto named = zero;
+            named.parameter_names = {"a", "b", "c"};
+            for (const auto& options : {zero, named}) {
+              ZeroRedundancyOptimizer<torch::optim::AdamW> optimizer(made(), torch::optim::AdamWOptions(1), options);
+              load_sharded(optimizer, folder + saved);
+              optimizer.consolidate_state_dict();
+              if (world.rank() == 0) expect_same_state(optimizer.state_dict(), state_dict_of(plain), {1e-6});
+            }
+          }
+        }
+      },
+      {1, 2, 3}, {"threads"});
 }
 
 // ZERO-70

@@ -7,28 +7,28 @@
 namespace lockstep {
 namespace {
 
-using Chunks = std::vector<BucketChunk>;
+using Chunks = std::vector<BucketShard>;
 using testing::expect_error;
 
 // ZERO-51
 TEST(BucketAssignment, GivesWholeBucketsToTheRanksInTurn) {
   const std::vector<std::vector<int64_t>> sizes = {{3}, {1, 1}, {5}, {2}, {4, 4, 4}};
-  EXPECT_EQ(assign_buckets(sizes, 2, false),
+  EXPECT_EQ(assign_bucket_shards(sizes, 2, false),
             (Chunks{{0, 0, 1, 0}, {1, 0, 2, 1}, {2, 0, 1, 0}, {3, 0, 1, 1}, {4, 0, 3, 0}}));
-  EXPECT_EQ(assign_buckets({{3}}, 4, false), (Chunks{{0, 0, 1, 0}}));
+  EXPECT_EQ(assign_bucket_shards({{3}}, 4, false), (Chunks{{0, 0, 1, 0}}));
 }
 
 // ZERO-52
 TEST(BucketAssignment, CutsBucketsIntoChunksBelowAnEqualShare) {
-  EXPECT_EQ(assign_buckets({{6, 2}, {3, 3, 2}}, 2, true),
+  EXPECT_EQ(assign_bucket_shards({{6, 2}, {3, 3, 2}}, 2, true),
             (Chunks{{0, 0, 1, 0}, {0, 1, 1, 1}, {1, 0, 2, 1}, {1, 2, 1, 0}}));
-  EXPECT_EQ(assign_buckets({{10}, {1, 1}}, 2, true), (Chunks{{0, 0, 1, 1}, {1, 0, 2, 0}}));
+  EXPECT_EQ(assign_bucket_shards({{10}, {1, 1}}, 2, true), (Chunks{{0, 0, 1, 1}, {1, 0, 2, 0}}));
 }
 
 // ZERO-53
 TEST(BucketAssignment, KeepsTheRemainderWithTheLastChunkWhenAllRanksHaveOne) {
-  EXPECT_EQ(assign_buckets({{4, 4, 2}}, 2, true), (Chunks{{0, 0, 1, 0}, {0, 1, 2, 1}}));
-  EXPECT_EQ(assign_buckets({{4, 4, 2}}, 1, true), (Chunks{{0, 0, 3, 0}}));
+  EXPECT_EQ(assign_bucket_shards({{4, 4, 2}}, 2, true), (Chunks{{0, 0, 1, 0}, {0, 1, 2, 1}}));
+  EXPECT_EQ(assign_bucket_shards({{4, 4, 2}}, 1, true), (Chunks{{0, 0, 3, 0}}));
 }
 
 // ZERO-52, ZERO-53
@@ -48,7 +48,7 @@ TEST(BucketAssignment, CoversEveryParameterOnceWhateverTheSizesAre) {
     for (const bool shard_buckets : {false, true}) {
       std::vector<std::size_t> covered(sizes.size());
       std::vector<std::set<int>> ranks(sizes.size());
-      for (const auto& chunk : assign_buckets(sizes, world_size, shard_buckets)) {
+      for (const auto& chunk : assign_bucket_shards(sizes, world_size, shard_buckets)) {
         ASSERT_EQ(chunk.offset, covered[chunk.bucket_index]);
         ASSERT_GT(chunk.count, 0U);
         ASSERT_TRUE(chunk.rank >= 0 && chunk.rank < world_size);
@@ -68,8 +68,8 @@ std::vector<at::Tensor> parameters(const std::vector<int64_t>& sizes) {
 
 // ZERO-50, ZERO-51
 TEST(BucketAssignment, RefusesWhatCannotBeStepped) {
-  expect_error([] { assign_buckets({{1}, {}}, 2, false); }, {"bucket 1 of 2 has no parameters"});
-  expect_error([] { assign_buckets({{1}}, 0, true); }, {"0 ranks"});
+  expect_error([] { assign_bucket_shards({{1}, {}}, 2, false); }, {"bucket 1 of 2 has no parameters"});
+  expect_error([] { assign_bucket_shards({{1}}, 0, true); }, {"0 ranks"});
   expect_error([] { BucketAssignment(3, {}, 0); }, {"bucket 3: an assignment without parameters"});
   expect_error([] { BucketAssignment(3, {at::zeros({2})}, 0); }, {"bucket 3: a parameter in it needs no gradient"});
   expect_error([] { BucketAssignment(3, parameters({0, 0}), 0); }, {"bucket 3: parameters without an element"});

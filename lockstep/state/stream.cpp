@@ -1,4 +1,4 @@
-#include "lockstep/state/state_stream.h"
+#include "lockstep/state/stream.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -33,7 +33,7 @@ std::vector<std::vector<StatePiece>> all_descriptions(const std::vector<StatePie
   return all;
 }
 
-/// Calls `visit(begin, size)` for pieces of `total` bytes.
+/// Calls `visit(begin, size)` for chunks of `total` bytes.
 void in_chunks(int64_t total, int64_t max_bytes, const std::function<void(int64_t begin, int64_t size)>& visit) {
   for (int64_t begin = 0; begin < total; begin += max_bytes) visit(begin, std::min(max_bytes, total - begin));
 }
@@ -80,16 +80,16 @@ at::Tensor bytes_of_state(const at::Tensor& tensor) {
   return memory.as_strided({memory.numel()}, {1}, memory.storage_offset()).view(at::kByte);
 }
 
-at::Tensor place_for(OptimizerStateDict& dict, const StatePiece& described, const std::string& name,
+at::Tensor place_for(StateByIndex& by_index, const StatePiece& described, const std::string& name,
                      const at::Tensor& parameter) {
-  auto& state = dict.state[described.index];
+  auto& state = by_index[described.index];
   for (const auto& [other, value] : described.values) {
     if (!form_of(value)) state.emplace(other, value);
   }
   if (name.empty()) return {};
   const auto form = *form_of(described.values.at(name));
-  const bool is_part = !described.is_whole && !form.sizes.empty() && form.numel() == described.elements.size();
-  if (!is_part) {
+  const bool is_by_element = !described.is_whole && !form.sizes.empty() && form.numel() == described.elements.size();
+  if (!is_by_element) {
     auto found = state.find(name);
     if (found == state.end()) found = state.emplace(name, form.empty()).first;
     return bytes_of_state(found->second.toTensor());

@@ -2,17 +2,15 @@
 // from one, whatever its type, because all libtorch optimizers can write their options and state into archives.
 #pragma once
 
-#include <ATen/core/ivalue.h>
 #include <torch/optim/optimizer.h>
 
 #include <map>
 #include <string>
 #include <vector>
 
-namespace lockstep {
+#include "lockstep/state/named_values.h"
 
-/// Options, or the state of one parameter, by Python's names: tensors, numbers, tuples.
-using NamedValues = std::map<std::string, c10::IValue>;
+namespace lockstep {
 
 /// Parameters are numbered over the groups, in their order.
 struct OptimizerStateDict {
@@ -49,10 +47,5 @@ OptimizerStateDict read_archive(torch::serialize::InputArchive& archive);
 /// Options of one group as named values, and back. Names that `options` does not have are ignored.
 NamedValues values_of(const torch::optim::OptimizerOptions& options);
 void assign_values(torch::optim::OptimizerOptions& options, const NamedValues& values);
-
-/// The value with every tensor copied to the device, through lists, tuples and dictionaries; two of the same tensor
-/// become two copies. Anything else is kept.
-c10::IValue copied_to(const c10::IValue& value, c10::Device device, bool non_blocking = true);
-NamedValues copied_to(const NamedValues& values, c10::Device device, bool non_blocking = true);
 
 }  // namespace lockstep

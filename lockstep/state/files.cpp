@@ -1,4 +1,4 @@
-#include "lockstep/state/state_files.h"
+#include "lockstep/state/files.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
@@ -11,12 +11,13 @@
 
 #include "lockstep/base/str.h"
 #include "lockstep/shard/flat.h"
-#include "lockstep/state/python_state.h"
+#include "lockstep/state/python_format.h"
 
 namespace lockstep::detail {
 namespace {
 
-constexpr const char* kFormat = "lockstep optimizer state 1";
+constexpr const char* kFormat = "lockstep state 2";
+constexpr const char* kFirstFormat = "lockstep optimizer state 1";
 /// At the start of every part: which save it belongs to.
 constexpr int64_t kHeaderBytes = sizeof(int64_t);
 
@@ -24,16 +25,29 @@ c10::impl::GenericList made_list() {
   return c10::impl::GenericList(c10::AnyType::get());
 }
 
-c10::IValue lists_of(const std::vector<std::vector<int64_t>>& lists) {
+c10::IValue to_ivalue(const std::vector<SavedTensor>& tensors) {
   auto value = made_list();
-  for (const auto& each : lists) value.push_back(each);
+  for (const auto& each : tensors) value.push_back(c10::ivalue::Tuple::create({each.name, each.sizes, each.strides}));
   return value;
 }
 
-std::vector<std::vector<int64_t>> lists_from(const c10::IValue& value) {
-  std::vector<std::vector<int64_t>> lists;
-  for (const auto& each : value.toListRef()) lists.push_back(each.toIntVector());
-  return lists;
+std::vector<SavedTensor> tensors_from(const c10::IValue& value) {
+  std::vector<SavedTensor> tensors;
+  for (const auto& each : value.toListRef()) {
+    const auto& fields = each.toTupleRef().elements();
+    tensors.push_back({fields[0].toStringRef(), fields[1].toIntVector(), fields[2].toIntVector()});
+  }
+  return tensors;
+}
+
+/// Of the first format: two lists, by parameter.
+std::vector<SavedTensor> tensors_from(const c10::IValue& sizes, const c10::IValue& strides) {
+  std::vector<SavedTensor> tensors;
+  const auto strides_of = strides.toListRef();
+  for (const auto& each : sizes.toListRef()) {
+    tensors.push_back({.sizes = each.toIntVector(), .strides = strides_of[tensors.size()].toIntVector()});
+  }
+  return tensors;
 }
 
 /// Reads bytes [begin, begin + size) of a part into `into`.
@@ -41,15 +55,15 @@ class PartReader {
  public:
   PartReader(const std::string& path, int64_t part, int64_t save_id)
       : file_(part_path(path, part)), in_(file_, std::ios::binary) {
-    TORCH_CHECK(in_, "[lockstep/zero] cannot read ", file_, ": ", std::strerror(errno));
+    TORCH_CHECK(in_, "[lockstep/state] cannot read ", file_, ": ", std::strerror(errno));
     int64_t id = 0;
     read(0, &id, sizeof(id));
-    TORCH_CHECK(id == save_id, "[lockstep/zero] ", file_, " belongs to another save than the index ", path);
+    TORCH_CHECK(id == save_id, "[lockstep/state] ", file_, " belongs to another save than the index ", path);
   }
   void read(int64_t begin, void* into, int64_t size) {
     in_.seekg(begin);
     in_.read(static_cast<char*>(into), size);
-    TORCH_CHECK(in_.gcount() == size, "[lockstep/zero] ", file_, " ends before byte ", begin + size);
+    TORCH_CHECK(in_.gcount() == size, "[lockstep/state] ", file_, " ends before byte ", begin + size);
   }
 
  private:
@@ -63,7 +77,7 @@ at::Tensor read_tensor(PartReader& part, int64_t offset, const TensorForm& form)
   return tensor;
 }
 
-/// A value for each element of the piece's parameter, or of the piece.
+/// A value for each element of the piece's tensor, or of the piece.
 bool is_by_element(const TensorForm& form, const StatePiece& piece, const std::vector<int64_t>& sizes) {
   if (piece.is_whole) return form.sizes == sizes;
   return !form.sizes.empty() && form.numel() == piece.elements.size();
@@ -71,24 +85,24 @@ bool is_by_element(const TensorForm& form, const StatePiece& piece, const std::v
 
 class Reading {
  public:
-  Reading(std::string path, const StateIndex& index, const std::vector<at::Tensor>& parameters)
-      : path_(std::move(path)), index_(index), parameters_(parameters), of_parameter_(parameters.size()) {
-    for (const auto& placed : index.pieces) of_parameter_.at(placed.piece.index).push_back(&placed);
+  Reading(std::string path, const StateIndex& index, const std::vector<at::Tensor>& tensors)
+      : path_(std::move(path)), index_(index), tensors_(tensors), of_tensor_(index.tensors.size()) {
+    for (const auto& placed : index.pieces) of_tensor_.at(placed.piece.index).push_back(&placed);
   }
 
   std::optional<NamedValues> operator()(int64_t index, const ElementRange& elements, bool is_whole) {
-    const auto& placed = of_parameter_.at(index);
+    const auto& placed = of_tensor_.at(index);
     if (placed.empty()) return std::nullopt;
     NamedValues values;
     for (const auto& [name, value] : placed.front()->piece.values) {
       const auto form = form_of(value);
       if (!form) {
         values.emplace(name, value);
-      } else if (!is_by_element(*form, placed.front()->piece, index_.sizes[index])) {
+      } else if (!is_by_element(*form, placed.front()->piece, index_.tensors[index].sizes)) {
         values.emplace(name, read_tensor(part(placed.front()->part), placed.front()->offsets.at(name), *form));
       } else if (is_whole) {
-        const auto row = read_row(index, name, *form, {0, parameters_[index].numel()});
-        values.emplace(name, unflattened_like(row, parameters_[index]));
+        const auto row = read_row(index, name, *form, {0, tensors_[index].numel()});
+        values.emplace(name, unflattened_like(row, tensors_[index]));
       } else {
         values.emplace(name, read_row(index, name, *form, elements));
       }
@@ -97,21 +111,22 @@ class Reading {
   }
 
  private:
-  /// Elements of a parameter, in the order in which that lies in memory here.
+  /// Elements of a tensor, in the order in which it lies in memory here.
   at::Tensor read_row(int64_t index, const std::string& name, const TensorForm& form, const ElementRange& elements) {
-    const auto& parameter = parameters_[index];
-    if (parameter.strides() == at::IntArrayRef(index_.strides[index])) return read_saved(index, name, form, elements);
+    const auto& tensor = tensors_[index];
+    const auto& then = index_.tensors[index];
+    if (tensor.strides() == at::IntArrayRef(then.strides)) return read_saved(index, name, form, elements);
     // It was saved in another memory format.
-    const TensorForm saved{.dtype = form.dtype, .sizes = index_.sizes[index], .strides = index_.strides[index]};
+    const TensorForm saved{.dtype = form.dtype, .sizes = then.sizes, .strides = then.strides};
     const auto whole = saved.empty();
-    row_of(whole).copy_(read_saved(index, name, form, {0, parameter.numel()}));
-    return flattened_like(whole, parameter).narrow(0, elements.begin, elements.size()).clone();
+    row_of(whole).copy_(read_saved(index, name, form, {0, tensor.numel()}));
+    return flattened_like(whole, tensor).narrow(0, elements.begin, elements.size()).clone();
   }
 
   at::Tensor read_saved(int64_t index, const std::string& name, const TensorForm& form, const ElementRange& elements) {
     const auto row = at::empty({elements.size()}, form.dtype);
     const auto item = static_cast<int64_t>(row.itemsize());
-    for (const auto* placed : of_parameter_[index]) {
+    for (const auto* placed : of_tensor_[index]) {
       const auto common = intersection(placed->piece.elements, elements);
       if (common.is_empty()) continue;
       const auto from = placed->offsets.at(name) + (common.begin - placed->piece.elements.begin) * item;
@@ -132,12 +147,18 @@ class Reading {
 
   const std::string path_;
   const StateIndex& index_;
-  const std::vector<at::Tensor>& parameters_;
-  std::vector<std::vector<const PlacedPiece*>> of_parameter_;
+  const std::vector<at::Tensor>& tensors_;
+  std::vector<std::vector<const PlacedPiece*>> of_tensor_;
   std::map<int64_t, std::shared_ptr<PartReader>> parts_;
 };
 
 }  // namespace
+
+std::vector<std::string> StateIndex::names() const {
+  std::vector<std::string> names;
+  for (const auto& tensor : tensors) names.push_back(tensor.name);
+  return names;
+}
 
 std::string part_path(const std::string& path, int64_t part) {
   return str(path, ".part", part);
@@ -151,7 +172,7 @@ PartWriter::PartWriter(const std::string& path, int64_t part, int64_t save_id)
 }
 
 void PartWriter::check() const {
-  TORCH_CHECK(out_, "[lockstep/zero] cannot write ", file_, ": ", std::strerror(errno));
+  TORCH_CHECK(out_, "[lockstep/state] cannot write ", file_, ": ", std::strerror(errno));
 }
 
 void PartWriter::take(const StatePiece& piece, const std::string& name, int64_t begin, const at::Tensor& bytes) {
@@ -203,41 +224,41 @@ void write_index(const std::string& path, const StateIndex& index) {
   whole.insert("save", index.save_id);
   whole.insert("groups", to_python(index.groups));
   whole.insert("pieces", to_ivalue(index.pieces));
-  whole.insert("sizes", lists_of(index.sizes));
-  whole.insert("strides", lists_of(index.strides));
+  whole.insert("tensors", to_ivalue(index.tensors));
   const auto bytes = torch::jit::pickle_save(whole);
   // Under another name first: an index that is there is complete.
   const auto unfinished = path + ".new";
   std::ofstream out(unfinished, std::ios::binary | std::ios::trunc);
   out.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
   out.close();
-  TORCH_CHECK(out && std::rename(unfinished.c_str(), path.c_str()) == 0, "[lockstep/zero] cannot write ", path, ": ",
+  TORCH_CHECK(out && std::rename(unfinished.c_str(), path.c_str()) == 0, "[lockstep/state] cannot write ", path, ": ",
               std::strerror(errno));
 }
 
 StateIndex read_index(const std::string& path) {
   std::ifstream in(path, std::ios::binary);
-  TORCH_CHECK(in, "[lockstep/zero] cannot read ", path, ": ", std::strerror(errno));
+  TORCH_CHECK(in, "[lockstep/state] cannot read ", path, ": ", std::strerror(errno));
   const std::vector<char> bytes{std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
   c10::IValue value;
   try {
     value = torch::jit::pickle_load(bytes);
   } catch (const std::exception&) {
-    TORCH_CHECK(false, "[lockstep/zero] ", path, " is no index of saved optimizer state");
+    TORCH_CHECK(false, "[lockstep/state] ", path, " is no index of saved optimizer state");
   }
-  const bool is_index = value.isGenericDict() && value.toGenericDict().contains("format") &&
-                        value.toGenericDict().at("format").toStringRef() == kFormat;
-  TORCH_CHECK(is_index, "[lockstep/zero] ", path, " is no index of saved optimizer state");
+  const bool has_format = value.isGenericDict() && value.toGenericDict().contains("format");
+  const auto format = has_format ? value.toGenericDict().at("format").toStringRef() : "";
+  TORCH_CHECK(format == kFormat || format == kFirstFormat, "[lockstep/state] ", path,
+              " is no index of saved optimizer state");
   const auto whole = value.toGenericDict();
   return {.save_id = whole.at("save").toInt(),
           .groups = from_python(whole.at("groups")),
-          .pieces = placed_from(whole.at("pieces")),
-          .sizes = lists_from(whole.at("sizes")),
-          .strides = lists_from(whole.at("strides"))};
+          .tensors = format == kFormat ? tensors_from(whole.at("tensors"))
+                                       : tensors_from(whole.at("sizes"), whole.at("strides")),
+          .pieces = placed_from(whole.at("pieces"))};
 }
 
-StateSource source_of(const std::string& path, const StateIndex& index, const std::vector<at::Tensor>& parameters) {
-  return Reading(path, index, parameters);
+StateSource source_of(const std::string& path, const StateIndex& index, const std::vector<at::Tensor>& tensors) {
+  return Reading(path, index, tensors);
 }
 
 }  // namespace lockstep::detail

@@ -1,4 +1,4 @@
-#include "lockstep/state/state_dict.h"
+#include "lockstep/state/optimizer_state.h"
 
 #include <c10/util/Exception.h>
 
@@ -62,7 +62,7 @@ void load_through_archive(torch::optim::Optimizer& optimizer, const OptimizerSta
   write_archive(archive, complete);
   auto opened = detail::reopened(archive);
   optimizer.load(opened);
-  TORCH_CHECK(optimizer.state().size() == dict.state.size(), "[lockstep/zero] an optimizer was given the state of ",
+  TORCH_CHECK(optimizer.state().size() == dict.state.size(), "[lockstep/state] an optimizer was given the state of ",
               dict.state.size(), " parameters and its load() took that of ", optimizer.state().size(),
               ". An optimizer of your own must override save() and load(), as those of libtorch do.");
 }
@@ -99,7 +99,7 @@ OptimizerStateDict state_dict_of(const torch::optim::Optimizer& optimizer) {
 }
 
 void load_state_dict(torch::optim::Optimizer& optimizer, const OptimizerStateDict& dict) {
-  check_fits(dict, group_sizes_of(optimizer), "[lockstep/zero] an optimizer");
+  check_fits(dict, group_sizes_of(optimizer), "[lockstep/state] an optimizer");
   // libtorch's load() keeps the state of parameters that the archive knows nothing of.
   auto state_before = std::move(optimizer.state());
   optimizer.state().clear();
@@ -117,17 +117,16 @@ void load_state_dict(torch::optim::Optimizer& optimizer, const OptimizerStateDic
 }
 
 void check_fits(const OptimizerStateDict& dict, const std::vector<std::size_t>& group_sizes, const std::string& who) {
-  TORCH_CHECK_VALUE(dict.param_groups.size() == group_sizes.size(), who, " with ", group_sizes.size(),
-                    " parameter groups was given the state of ", dict.param_groups.size());
+  TORCH_CHECK(dict.param_groups.size() == group_sizes.size(), who, " with ", group_sizes.size(),
+              " parameter groups was given the state of ", dict.param_groups.size());
   int64_t count = 0;
   for (std::size_t i = 0; i < group_sizes.size(); ++i) {
-    TORCH_CHECK_VALUE(dict.param_groups[i].params.size() == group_sizes[i], who, " with ", group_sizes[i],
-                      " parameters in group ", i, " was given the state of ", dict.param_groups[i].params.size());
+    TORCH_CHECK(dict.param_groups[i].params.size() == group_sizes[i], who, " with ", group_sizes[i],
+                " parameters in group ", i, " was given the state of ", dict.param_groups[i].params.size());
     count += static_cast<int64_t>(group_sizes[i]);
   }
   for (const auto& [index, values] : dict.state) {
-    TORCH_CHECK_VALUE(index >= 0 && index < count, who, " with ", count, " parameters was given state of parameter ",
-                      index);
+    TORCH_CHECK(index >= 0 && index < count, who, " with ", count, " parameters was given state of parameter ", index);
   }
 }
 
@@ -137,9 +136,8 @@ void check_shapes(const OptimizerStateDict& dict, const std::vector<at::Tensor>&
     for (const auto& [name, value] : values) {
       if (!value.isTensor() || !value.toTensor().defined()) continue;
       const auto given = value.toTensor().sizes();
-      TORCH_CHECK_VALUE(given.size() != sizes.size() || given == sizes, who, ": parameter ", index, " has sizes ",
-                        sizes, ", but its '", name, "' in the state that was given ", given,
-                        ". It is that of another model.");
+      TORCH_CHECK(given.size() != sizes.size() || given == sizes, who, ": parameter ", index, " has sizes ", sizes,
+                  ", but its '", name, "' in the state that was given ", given, ". It is that of another model.");
     }
   }
 }
@@ -168,7 +166,7 @@ OptimizerStateDict read_archive(InputArchive& archive) {
   c10::IValue format;
   TORCH_CHECK(
       archive.try_read("pytorch_version", format) && format.isString() && format.toStringRef() == kArchiveFormat,
-      "[lockstep/zero] the archive is none of an optimizer, or not of format ", kArchiveFormat);
+      "[lockstep/state] the archive is none of an optimizer, or not of format ", kArchiveFormat);
   InputArchive states;
   archive.read("state", states);
   InputArchive groups;
@@ -194,38 +192,6 @@ OptimizerStateDict read_archive(InputArchive& archive) {
     into.options = detail::values_in(options);
   }
   return dict;
-}
-
-c10::IValue copied_to(const c10::IValue& value, c10::Device device, bool non_blocking) {
-  const auto copied = [&](const c10::IValue& each) { return copied_to(each, device, non_blocking); };
-  if (value.isTensor()) {
-    const auto& tensor = value.toTensor();
-    return tensor.defined() ? tensor.detach().to(device, tensor.scalar_type(), non_blocking, /*copy=*/true) : tensor;
-  }
-  if (value.isTuple()) {
-    std::vector<c10::IValue> elements;
-    for (const auto& each : value.toTupleRef().elements()) elements.push_back(copied(each));
-    return c10::ivalue::Tuple::create(std::move(elements));
-  }
-  if (value.isList()) {
-    const auto list = value.toList();
-    c10::impl::GenericList copy(list.elementType());
-    for (std::size_t i = 0; i < list.size(); ++i) copy.push_back(copied(list.get(i)));
-    return copy;
-  }
-  if (value.isGenericDict()) {
-    const auto dict = value.toGenericDict();
-    c10::impl::GenericDict copy(dict.keyType(), dict.valueType());
-    for (const auto& each : dict) copy.insert(each.key(), copied(each.value()));
-    return copy;
-  }
-  return value;
-}
-
-NamedValues copied_to(const NamedValues& values, c10::Device device, bool non_blocking) {
-  NamedValues copies;
-  for (const auto& [name, value] : values) copies.emplace(name, copied_to(value, device, non_blocking));
-  return copies;
 }
 
 }  // namespace lockstep

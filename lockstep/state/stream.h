@@ -1,5 +1,5 @@
 // State that travels in chunks: first what there is, then the bytes of its tensors, a bounded number at a time.
-// Internal to state and zero.
+// Internal to state and the layers above it.
 #pragma once
 
 #include <functional>
@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "lockstep/comm/group.h"
-#include "lockstep/state/state_piece.h"
+#include "lockstep/state/piece.h"
 
 namespace lockstep::detail {
 
@@ -32,9 +32,9 @@ std::optional<TensorForm> form_of(const c10::IValue& value);
 /// The tensor's memory as bytes: a view if it has no gaps.
 at::Tensor bytes_of_state(const at::Tensor& tensor);
 
-/// Where the bytes of tensor `name` of a described piece belong in the dictionary: makes the tensor, on the CPU, if it
-/// is not there. Other values of the piece are added too; with an empty name only those, and nothing is returned.
-at::Tensor place_for(OptimizerStateDict& dict, const StatePiece& described, const std::string& name,
+/// Where the bytes of tensor `name` of a described piece belong in whole state: makes the tensor, on the CPU, if it is
+/// not there. Other values of the piece are added too; with an empty name only those, and nothing is returned.
+at::Tensor place_for(StateByIndex& state, const StatePiece& described, const std::string& name,
                      const at::Tensor& parameter);
 
 /// Bytes [begin, begin + bytes.numel()) of a piece's tensor `name`; `piece` is described.

@@ -1,4 +1,4 @@
-#include "lockstep/state/python_state.h"
+#include "lockstep/state/python_format.h"
 
 #include <ATen/ops/scalar_tensor.h>
 #include <c10/util/Exception.h>
@@ -24,8 +24,8 @@ c10::impl::GenericDict made_dict(const c10::TypePtr& key) {
 }
 
 c10::IValue member(const c10::IValue& dict, const char* key) {
-  TORCH_CHECK_VALUE(dict.isGenericDict() && dict.toGenericDict().contains(key),
-                    "[lockstep/zero] this is no optimizer's state_dict of Python: there is no '", key, "'");
+  TORCH_CHECK(dict.isGenericDict() && dict.toGenericDict().contains(key),
+              "[lockstep/state] this is no optimizer's state_dict of Python: there is no '", key, "'");
   return dict.toGenericDict().at(key);
 }
 
@@ -112,12 +112,12 @@ void save_python_state(const std::string& path, const OptimizerStateDict& dict) 
   std::ofstream out(path, std::ios::binary | std::ios::trunc);
   out.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
   out.close();
-  TORCH_CHECK(out, "[lockstep/zero] cannot write ", path, ": ", std::strerror(errno));
+  TORCH_CHECK(out, "[lockstep/state] cannot write ", path, ": ", std::strerror(errno));
 }
 
 OptimizerStateDict load_python_state(const std::string& path) {
   std::ifstream in(path, std::ios::binary);
-  TORCH_CHECK(in, "[lockstep/zero] cannot read ", path, ": ", std::strerror(errno));
+  TORCH_CHECK(in, "[lockstep/state] cannot read ", path, ": ", std::strerror(errno));
   return from_python(torch::jit::pickle_load({std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()}));
 }
 

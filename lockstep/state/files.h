@@ -1,12 +1,14 @@
-// Optimizer state on disk: parts with the bytes of tensors, and an index of what lies where. Internal to state and
-// zero.
+// State on disk: parts with the bytes of tensors, and an index of what lies where. Optimizer state and weights may be
+// in one save, under one numbering of tensors: first the optimizer's parameters, if there is one, then any others.
+// Internal to state and the layers above it.
 #pragma once
 
 #include <fstream>
 #include <string>
 #include <vector>
 
-#include "lockstep/state/state_stream.h"
+#include "lockstep/state/optimizer_state.h"
+#include "lockstep/state/stream.h"
 
 namespace lockstep::detail {
 
@@ -38,22 +40,32 @@ class PartWriter {
   std::vector<PlacedPiece> placed_;
 };
 
-/// What an index holds.
+/// A tensor whose state was saved, or that was saved itself.
+struct SavedTensor {
+  std::string name = "";  // empty if it was not known, as in saves of the first format
+  std::vector<int64_t> sizes = {};
+  std::vector<int64_t> strides = {};  // in which elements were counted
+};
+
+/// What an index holds. Pieces say by their index which of `tensors` they belong to.
 struct StateIndex {
   int64_t save_id = 0;
   OptimizerStateDict groups = {};  // without state
+  std::vector<SavedTensor> tensors = {};
   std::vector<PlacedPiece> pieces = {};
-  std::vector<std::vector<int64_t>> sizes = {};    // of parameters, by index
-  std::vector<std::vector<int64_t>> strides = {};  // in which elements were counted
+
+  std::vector<std::string> names() const;
 };
 
 c10::IValue to_ivalue(const std::vector<PlacedPiece>& placed);
 std::vector<PlacedPiece> placed_from(const c10::IValue& value);
 
 void write_index(const std::string& path, const StateIndex& index);
+/// Also one of the first format, which knew parameters of an optimizer by index only.
 StateIndex read_index(const std::string& path);
 
-/// Reads pieces of the parameters from the parts. Refers to all arguments.
-StateSource source_of(const std::string& path, const StateIndex& index, const std::vector<at::Tensor>& parameters);
+/// Reads from the parts what a tensor of the index has. `tensors`, by the index's numbering, say in which order
+/// elements are wanted; those that are not asked for may be undefined. Refers to the index and to the tensors.
+StateSource source_of(const std::string& path, const StateIndex& index, const std::vector<at::Tensor>& tensors);
 
 }  // namespace lockstep::detail

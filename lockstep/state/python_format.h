@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/state/state_dict.h"
+#include "lockstep/state/optimizer_state.h"
 
 namespace lockstep {
 

@@ -1,0 +1,42 @@
+// For optimizers whose gradients are divided among ranks, or not all in their parameters' .grad: how clip_grad_norm_(),
+// clip_grad_value_() and GradScaler reach them. ZeroRedundancyOptimizer implements it. For the thread that trains.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "lockstep/comm/group.h"
+
+namespace lockstep {
+
+/// Gradients that are divided alike.
+struct GradientShard {
+  /// This rank's; there may be none.
+  std::vector<at::Tensor> gradients = {};
+  /// The groups whose ranks hold the rest, each element on one of them. Two if gradients are divided along two axes of
+  /// a mesh, none if this rank has all of them: then other ranks have the same, and norms count them once.
+  std::vector<GroupPtr> groups = {};
+};
+
+class ShardedGradients {
+ public:
+  virtual ~ShardedGradients() = default;
+
+  /// What the optimizer's next step uses on this rank, to be changed in place. All ranks list the same shards with the
+  /// same groups in the same order, also where they have no gradient of one. Throws if it is too late to change them.
+  virtual std::vector<GradientShard> own_gradients() = 0;
+
+  /// What this rank counts of the norm of all gradients. Differs from own_gradients() where every rank holds all and
+  /// computes a part. Throws if gradients cannot be clipped by their norm now.
+  virtual std::vector<GradientShard> gradients_for_norm() { return own_gradients(); }
+
+  /// Forgets gradients that zero_grad() of torch::optim::Optimizer does not reach, because they are in no .grad. For a
+  /// step that is left out.
+  virtual void discard_gradients() = 0;
+
+  /// Where norms are computed on ranks that have no gradient.
+  virtual c10::Device gradient_device() const = 0;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,133 @@
+#include "lockstep/zero/sharded_step.h"
+
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace lockstep::detail {
+
+ShardedStep::ShardedStep(torch::optim::Optimizer& whole, const LocalOptimizerType& type,
+                         std::unique_ptr<Division> division, bool has_sharded_gradients, std::string who)
+    : whole_(whole),
+      type_(type),
+      division_(std::move(division)),
+      who_(std::move(who)),
+      warns_of_whole_gradients_(has_sharded_gradients) {
+  division_->set_groups(whole_groups());
+  local_ = type_.make(local_groups());
+  copy_options(*local_, whole_);
+}
+
+std::vector<std::vector<at::Tensor>> ShardedStep::whole_groups() const {
+  std::vector<std::vector<at::Tensor>> groups;
+  for (const auto& group : whole_.param_groups()) groups.push_back(group.params());
+  return groups;
+}
+
+LocalOptimizerType::Groups ShardedStep::local_groups() const {
+  LocalOptimizerType::Groups groups;
+  const auto parameters = division_->local_parameters();
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    groups.emplace_back(parameters[i], whole_.param_groups()[i].options().clone());
+  }
+  return groups;
+}
+
+void ShardedStep::copy_options(torch::optim::Optimizer& from, torch::optim::Optimizer& to) const {
+  // While a group is being added, one side has it already.
+  const auto count = std::min(from.param_groups().size(), to.param_groups().size());
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto& source = from.param_groups()[i].options();
+    auto& group = to.param_groups()[i];
+    // In place where it can be: programs keep references to options.
+    if (!type_.assign(source, group.options())) group.set_options(source.clone());
+  }
+}
+
+void ShardedStep::on_group_change() {
+  division_->set_groups(whole_groups());
+  take_options();
+  const auto groups = local_groups();
+  // After a failed addition the local optimizer has as many groups as before, and nothing is left to do.
+  for (std::size_t i = local_->param_groups().size(); i < groups.size(); ++i) type_.add_group(*local_, groups[i]);
+  copy_options(*local_, whole_);
+}
+
+void ShardedStep::on_trainability_change() {
+  if (division_->takes_gradients_in_place()) return division_->on_trainability_change();
+  const auto held = pieces();
+  division_->on_trainability_change();
+  rebuild_local(source_of(held));
+}
+
+void ShardedStep::rebuild_local(const StateSource& source) {
+  auto loaded = division_->load(source);
+  auto local = type_.make(local_groups());
+  // Some optimizers have state from the start.
+  auto dict = state_dict_of(*local);
+  for (auto& [position, values] : loaded.state) dict.state[position] = std::move(values);
+  load_state_dict(*local, dict);
+  copy_options(whole_, *local);
+  local_ = std::move(local);
+}
+
+void ShardedStep::load(const StateSource& source) {
+  if (division_->takes_gradients_in_place()) return load_state_dict(*local_, division_->load(source));
+  const auto held = pieces();
+  try {
+    rebuild_local(source);
+  } catch (...) {
+    rebuild_local(source_of(held));
+    throw;
+  }
+}
+
+at::Tensor ShardedStep::step(const LocalStep& local_step, torch::optim::Optimizer::LossClosure closure) {
+  at::Tensor loss;
+  if (!division_->takes_gradients_in_place()) {
+    if (closure) {
+      const at::AutoGradMode with_grad(true);
+      loss = std::exchange(closure, nullptr)();
+    }
+    take_gradients();
+  }
+  copy_options(whole_, *local_);
+  const auto local_loss = local_step(*local_, closure);
+  if (local_loss.defined()) loss = local_loss;
+  copy_options(*local_, whole_);
+  division_->drop_gradients();
+  return loss;
+}
+
+ShardingBytes ShardedStep::bytes() const {
+  auto bytes = division_->bytes();
+  for (const auto& [position, values] : state_dict_of(*local_).state) bytes.state += bytes_of(values);
+  return bytes;
+}
+
+void ShardedStep::take_gradients() {
+  if (warns_of_whole_gradients_) warn_of_whole_gradients();
+  if (division_->must_recut()) {
+    const auto held = pieces();
+    rebuild_local(source_of(held));
+  }
+  division_->take_gradients();
+}
+
+void ShardedStep::warn_of_whole_gradients() {
+  // Asked in every step: mostly there is none, and the shard's need not be looked at.
+  const auto& groups = whole_.param_groups();
+  const bool has_whole = std::any_of(groups.begin(), groups.end(), [](const auto& group) {
+    return std::any_of(group.params().begin(), group.params().end(),
+                       [](const at::Tensor& parameter) { return parameter.grad().defined(); });
+  });
+  if (!has_whole || !own_gradients().empty()) return;
+  warns_of_whole_gradients_ = false;
+  TORCH_WARN(who_, ": this step uses no gradient, though there are some in .grad. With ZeroStage::kGradients it ",
+             "uses those of averaged backwards only: call the DistributedDataParallel, not its module, and end ",
+             "no_sync() before the last backward.");
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,50 @@
+// The step between backwards: a local optimizer that holds this rank's shard of the parameters, as a Division cuts it,
+// under the options of the whole groups. Internal to zero; made by ZeroOptimizer.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "lockstep/zero/local_optimizer.h"
+#include "lockstep/zero/sharding.h"
+
+namespace lockstep::detail {
+
+class ShardedStep final : public Sharding {
+ public:
+  /// `whole` has the groups that programs see; they are divided at once. `who` opens messages. With
+  /// `has_sharded_gradients` a step that finds gradients in .grad only warns, once, that it does not use them.
+  ShardedStep(torch::optim::Optimizer& whole, const LocalOptimizerType& type, std::unique_ptr<Division> division,
+              bool has_sharded_gradients, std::string who);
+
+  void on_group_change() override;
+  void on_trainability_change() override;
+  at::Tensor step(const LocalStep& local_step, torch::optim::Optimizer::LossClosure closure) override;
+  void sync() override { division_->sync(); }
+  std::vector<at::Tensor> own_gradients() const override { return division_->own_gradients(); }
+  void drop_gradients() override { division_->drop_gradients(); }
+  void check_has_state(const char* /*what*/) const override {}
+  void take_options() override { copy_options(whole_, *local_); }
+  std::vector<StatePiece> pieces() const override { return division_->pieces(*local_); }
+  void load(const StateSource& source) override;
+  ShardingBytes bytes() const override;
+  torch::optim::Optimizer* local() override { return local_.get(); }
+
+ private:
+  std::vector<std::vector<at::Tensor>> whole_groups() const;
+  LocalOptimizerType::Groups local_groups() const;
+  void copy_options(torch::optim::Optimizer& from, torch::optim::Optimizer& to) const;
+  /// Lets the division cut the shard anew, and makes a local optimizer for it with this state.
+  void rebuild_local(const StateSource& source);
+  void take_gradients();
+  void warn_of_whole_gradients();
+
+  torch::optim::Optimizer& whole_;
+  const LocalOptimizerType& type_;
+  const std::unique_ptr<Division> division_;
+  const std::string who_;
+  std::unique_ptr<torch::optim::Optimizer> local_;
+  bool warns_of_whole_gradients_;
+};
+
+}  // namespace lockstep::detail
