@@ -5,6 +5,8 @@
 
 #include <thread>
 
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
 #include "lockstep/comm/fake/fake_backend.h"
 #include "lockstep/comm/group_state.h"
 #include "lockstep/lockstep.h"
@@ -50,7 +52,6 @@ TEST(CallLabel, IsTheInnermostScopesOfTheThread) {
 TEST(CallLabel, IsTheUnitOfEvents) {
   const auto [group, backend] = make_fake_group(0, 2);
   testing::Recorder recorder;
-  const ObserverScope observed(recorder);
   {
     const LabelScope label({"bucket", 7});
     all_reduce(at::ones({1}), group);

@@ -20,7 +20,9 @@ using Notes = std::vector<std::string>;
 /// Streams and events for meta tensors.
 class NotedStreams final : public c10::impl::NoOpDeviceGuardImpl<c10::kMeta> {
  public:
-  static c10::Stream stream(c10::StreamId id) { return {c10::Stream::UNSAFE, c10::Device(c10::kMeta, -1), id}; }
+  static c10::Stream stream(c10::StreamId id) {
+    return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::kMeta, -1), id);
+  }
 
   c10::Stream getStream(c10::Device /*device*/) const noexcept override { return stream(current); }
   c10::Stream exchangeStream(c10::Stream next) const noexcept override {
