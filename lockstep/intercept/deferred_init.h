@@ -13,9 +13,6 @@
 #include <c10/core/Device.h>
 
 #include <memory>
-#include <utility>
-
-#include "lockstep/intercept/operator_scope.h"
 
 namespace torch::nn {
 class Module;

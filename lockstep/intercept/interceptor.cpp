@@ -83,6 +83,13 @@ bool has_open_leaf_scope(const detail::ScopeFrame* frame) {
   return false;
 }
 
+/// The fallback.
+void intercept(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const c10::impl::ExcludeDispatchKeyGuard excluded(kInterceptKey);
+  OperatorCall call(op, keys, *stack);
+  call.proceed();
+}
+
 bool is_composite(const c10::OperatorHandle& op) {
   return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
 }
@@ -159,12 +166,6 @@ void OperatorCall::run_owned() {
   owners.tell();
   is_answered_ = true;
   op_.callBoxed(&stack_);
-}
-
-void intercept(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  const c10::impl::ExcludeDispatchKeyGuard excluded(kInterceptKey);
-  OperatorCall call(op, keys, *stack);
-  call.proceed();
 }
 
 void install_interceptor() {

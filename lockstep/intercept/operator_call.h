@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <string>
 
 namespace lockstep {
@@ -45,12 +46,9 @@ class OperatorCall {
   void replace(torch::jit::Stack results);
 
  private:
-  friend void intercept(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
-
   void run_rule(TensorRule& rule);
   void run_composite();
   void run_owned();
-  void run_in_libtorch();
   bool next_scope_sees_it(const detail::ScopeFrame& frame) const;
   void check_answered(const char* who) const;
 

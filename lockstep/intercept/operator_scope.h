@@ -7,7 +7,6 @@
 #include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <memory>
-#include <thread>
 
 namespace lockstep {
 

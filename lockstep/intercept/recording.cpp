@@ -224,13 +224,8 @@ void Recording::materialize(const std::vector<at::Tensor>& tensors) {
   }
   const bool is_done = std::all_of(storages_.begin(), storages_.end(),
                                    [](const RecordedStorage& s) { return !s.is_alive || s.memory.has_value(); });
-  if (is_done) run_remaining_draws();
-}
-
-// An ordinary build draws also for tensors it throws away, and then leaves its generators where they stand.
-void Recording::run_remaining_draws() {
-  Replay replay(*this);
-  replay.run_all_draws();
+  // An ordinary build draws also for tensors it throws away, and then leaves its generators where they stand.
+  if (is_done) Replay(*this).run_all_draws();
   for (std::size_t i = 0; i < streams_.size(); ++i) streams_.settle(streams_[i]);
 }
 

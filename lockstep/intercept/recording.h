@@ -96,7 +96,6 @@ class Recording : public TensorRule, public std::enable_shared_from_this<Recordi
                    at::Device device);
   at::Device device_of(const OperatorCall& call, const RecordedOperator& recorded) const;
   bool adopt(const at::Tensor& tensor);
-  void run_remaining_draws();
 
   const at::Device device_;  // of tensors whose options name none
 

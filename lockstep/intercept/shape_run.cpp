@@ -1,13 +1,15 @@
 #include "lockstep/intercept/shape_run.h"
 
 #include <ATen/Context.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/zeros.h>
 
 #include <map>
 
 #include "lockstep/intercept/operator_scope.h"
 #include "lockstep/intercept/random_stream.h"
+#include "lockstep/intercept/tensor_access.h"
+#include "lockstep/intercept/tensor_rule.h"
 
 namespace lockstep::detail {
 namespace {
@@ -55,7 +57,49 @@ torch::jit::Stack arguments_on(const OperatorCall& call, at::Device device, bool
   return stack;
 }
 
+/// Storages whose address must not be asked for, replaced by ones of which it may while kernels run: libtorch asks to
+/// see whether tensors overlap. The tensors stay who they are.
+class QuietStorages {
+ public:
+  explicit QuietStorages(const OperatorCall& call) {
+    for_each_tensor(call, [&](const at::Tensor& tensor, std::size_t) {
+      if (RuledStorage::of(tensor) == nullptr) return;
+      auto& storage = TensorAccess::storage_of(*tensor.unsafeGetTensorImpl());
+      auto& quiet = quiet_[storage.unsafeGetStorageImpl()];
+      if (!quiet) quiet = quiet_like(storage);
+      loud_.emplace(quiet.unsafeGetStorageImpl(), storage);
+      replaced_.push_back(tensor);
+      storage = quiet;
+    });
+  }
+  ~QuietStorages() {
+    for (const auto& tensor : replaced_) restore(tensor);
+    for (auto& [quiet, storage] : loud_) storage.set_nbytes(quiet->nbytes());
+  }
+  QuietStorages(const QuietStorages&) = delete;
+  QuietStorages& operator=(const QuietStorages&) = delete;
+
+  /// For results that lie in one of them.
+  void restore(const at::Tensor& tensor) const {
+    if (!tensor.defined() || !tensor.has_storage()) return;
+    auto& storage = TensorAccess::storage_of(*tensor.unsafeGetTensorImpl());
+    const auto found = loud_.find(storage.unsafeGetStorageImpl());
+    if (found != loud_.end()) storage = found->second;
+  }
+
+ private:
+  static c10::Storage quiet_like(const c10::Storage& storage) {
+    return at::empty({static_cast<int64_t>(storage.nbytes())}, at::TensorOptions(at::kByte).device(at::kMeta))
+        .storage();
+  }
+
+  std::map<c10::StorageImpl*, c10::Storage> quiet_;
+  std::map<c10::StorageImpl*, c10::Storage> loud_;
+  std::vector<at::Tensor> replaced_;
+};
+
 torch::jit::Stack run_on_meta(const OperatorCall& call, bool moves) {
+  const QuietStorages quiet(call);
   auto stack = arguments_on(call, at::kMeta, moves);
   for (auto& value : stack) {
     value = with_tensors(value, [](const at::Tensor& tensor) {
@@ -63,6 +107,12 @@ torch::jit::Stack run_on_meta(const OperatorCall& call, bool moves) {
     });
   }
   call.op().callBoxed(&stack);
+  for (const auto& value : stack) {
+    static_cast<void>(with_tensors(value, [&](const at::Tensor& tensor) {
+      quiet.restore(tensor);
+      return tensor;
+    }));
+  }
   return stack;
 }
 

@@ -6,6 +6,7 @@
 #include <c10/util/ArrayRef.h>
 
 #include <memory>
+#include <utility>
 
 namespace lockstep {
 

@@ -11,6 +11,11 @@ struct TensorAccess : c10::TensorImpl {
     return tensor.*kMember;
   }
 
+  static c10::Storage& storage_of(c10::TensorImpl& tensor) {
+    constexpr auto kMember = &TensorAccess::storage_;
+    return tensor.*kMember;
+  }
+
   /// Makes `tensor` another handle on `source`'s memory: storage, geometry, device, dtype and keys. Autograd's part and
   /// the version stay, and so does every handle that points to `tensor`.
   static void adopt(c10::TensorImpl& tensor, const c10::TensorImpl& source) {

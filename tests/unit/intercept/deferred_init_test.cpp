@@ -4,6 +4,7 @@
 #include <fstream>
 
 #include "lockstep/intercept/operator_counter.h"
+#include "lockstep/testing/memory_probe.h"
 
 namespace lockstep {
 namespace {
@@ -342,7 +343,8 @@ TEST(DeferredInit, NamesWhatCannotBeDeferred) {
   const auto real = torch::ones({3});
   EXPECT_THAT(inside([&] { real.add_(torch::ones({3})); }), HasSubstr("aten::add_ would write into a tensor"));
   EXPECT_THAT(inside([&] { real.normal_(); }), HasSubstr("aten::normal_ draws random numbers"));
-  EXPECT_THAT(inside([] { torch::empty({2, 2}, torch::TensorOptions().layout(torch::kSparse)); }), HasSubstr("cannot be deferred"));
+  EXPECT_THAT(inside([] { torch::empty({2, 2}, torch::TensorOptions().layout(torch::kSparse)); }),
+              HasSubstr("cannot be deferred"));
   const auto late = build_deferred(making<torch::nn::Linear>(3, 2));
   EXPECT_THAT(message_of([&] { torch::nn::init::normal_(late->parameters()[0]); }),
               HasSubstr("after deferred_init has ended"));
@@ -387,9 +389,9 @@ TEST(DeferredInit, ThrowsAwayAtOnceWhatItRunsForItsNumbersOnly) {
     for (int i = 0; i < 16; ++i) net->push_back(torch::nn::Linear(1024, 1024));
     return net.ptr();
   });
-  const auto before = resident_bytes();
+  testing::MemoryProbe probe;
   materialize_module(*module->children().back());  // runs 15 layers of 4 MiB to get past their numbers
-  EXPECT_LT(resident_bytes() - before, 24 << 20);
+  probe.expect_peak_at_most(9 << 20);
 }
 
 TEST(DeferredInit, DoesNothingForTensorsWithMemory) {

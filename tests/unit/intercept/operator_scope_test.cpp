@@ -192,8 +192,7 @@ TEST(OperatorScope, AutogradRecordsWhatPassesThroughIt) {
 
 TEST(OperatorScope, SeesViewsAsTheProgramMakesThem) {
   const auto a = torch::ones({2, 3});
-  EXPECT_THAT(names_in([&] { EXPECT_TRUE(a.t().select(0, 1).is_alias_of(a)); }),
-              ElementsAre("t", "select"));
+  EXPECT_THAT(names_in([&] { EXPECT_TRUE(a.t().select(0, 1).is_alias_of(a)); }), ElementsAre("t", "select"));
 }
 
 TEST(OperatorScope, SeesTheProgramOrItsLeaves) {
