@@ -88,7 +88,8 @@ std::vector<Case> cases(int ranks) {
   for (const int root : {0, ranks - 1}) {
     all.push_back({str("broadcast from ", root),
                    [=](const auto& x, const auto& group) { return functional::broadcast(x, root, group); },
-                   [=](const Tensors& x) { return repeated(x[root], count); },
+                   // The others' tensors have gradients too: zeros.
+                   [=](const Tensors& x) { return repeated(x[root] + 0 * sum_of(x), count); },
                    {2, 3}});
     for (const auto op : {ReduceOp::SUM, ReduceOp::AVG}) {
       all.push_back({str("reduce to ", root, " ", name_of(op)),

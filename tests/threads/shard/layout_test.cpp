@@ -76,7 +76,7 @@ LOCKSTEP_THREAD_TEST(LayoutRanks, HoldNothingOutsideOfTheMesh, 4) {
   const bool is_member = world.rank() % 2 == 1;
   const auto wanted = !is_member ? Sizes{0} : world.rank() == 3 ? Sizes{3, 2} : Sizes{2, 2};
   EXPECT_EQ(layout.local_sizes(), wanted);
-  EXPECT_EQ(layout.offsets(), !is_member ? Sizes{} : world.rank() == 3 ? Sizes{0, 0} : Sizes{3, 0});
+  EXPECT_EQ(layout.offsets(), (!is_member ? Sizes{} : world.rank() == 3 ? Sizes{0, 0} : Sizes{3, 0}));
   EXPECT_EQ(layout.cut(at::ones({5, 2})).sizes(), at::IntArrayRef(wanted));
   EXPECT_EQ(layout.part_of(1).offsets(), (Sizes{3, 0})) << "rank 1 is the second of the mesh";
   expect_error([&] { layout.part_of(0); }, {"rank 0 is outside"});

@@ -29,7 +29,7 @@ struct PretendGuard final : c10::impl::DeviceGuardImplInterface {
   c10::Device getDevice() const override { return {kPretend, 0}; }
   void setDevice(c10::Device /*device*/) const override {}
   void uncheckedSetDevice(c10::Device /*device*/) const noexcept override {}
-  c10::Stream getStream(c10::Device device) const override { return {c10::Stream::UNSAFE, device, current}; }
+  c10::Stream getStream(c10::Device device) const override { return c10::Stream(c10::Stream::UNSAFE, device, current); }
   c10::Stream exchangeStream(c10::Stream stream) const override { return stream; }
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
 
