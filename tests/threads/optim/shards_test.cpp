@@ -105,7 +105,7 @@ LOCKSTEP_THREAD_TEST(GradScalerShards, AgreesOnStepsToLeaveOut, 3) {
 class OnMesh final : public torch::optim::SGD, public ShardedGradients {
  public:
   OnMesh(const World& world, const std::vector<at::Tensor>& gradients)
-      : SGD(std::vector<at::Tensor>(), torch::optim::SGDOptions(1)) {
+      : SGD(std::vector<torch::optim::OptimizerParamGroup>(), torch::optim::SGDOptions(1)) {
     const int row = world.rank() / 2;
     const int column = world.rank() % 2;
     const auto rows = new_subgroups(world.group(), {{0, 1}, {2, 3}});

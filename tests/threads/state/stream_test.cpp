@@ -3,6 +3,8 @@
 
 #include <torch/torch.h>
 
+#include <algorithm>
+
 #include "lockstep/shard/flat.h"
 #include "lockstep/testing/gtest.h"
 

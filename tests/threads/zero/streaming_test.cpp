@@ -268,9 +268,8 @@ TEST(ZeroStreaming, FilesKnowParametersByName) {
           }
           Zero other(turned, {}, turned_zero);
           load_sharded(other, path);
-          for (const auto* each : {&parameters, &turned}) {
-            for (const auto& parameter : *each) parameter.mutable_grad() = at::full_like(parameter, 0.5);
-          }
+          for (const auto& parameter : parameters) parameter.mutable_grad() = at::full_like(parameter, 0.5);
+          for (const auto& parameter : turned) parameter.mutable_grad() = at::full_like(parameter, 0.5);
           optimizer.step();
           other.step();
           for (std::size_t i = 0; i < order.size(); ++i) EXPECT_TRUE(at::equal(turned[i], parameters[order[i]])) << way;

@@ -120,29 +120,5 @@ TEST(GradScaler, GoesOnFromLoadedState) {
   EXPECT_EQ(into.get_scale(), 8);
 }
 
-// ZERO-72
-TEST(GradScaler, AsksForAgreementBeforeTheStep) {
-  Training training;
-  auto options = on_cpu();
-  float own = -1;
-  options.agree = [&](at::Tensor& found_inf) {
-    EXPECT_EQ(training.parameter[0].item<float>(), 1) << "the step came first";
-    own = found_inf.item<float>();
-    found_inf.fill_(1);  // another rank's gradients have overflowed
-  };
-  GradScaler scaler(options);
-  training.backward(scaler);
-  scaler.step(training.optimizer);
-  EXPECT_EQ(own, 0);
-  EXPECT_EQ(training.parameter[0].item<float>(), 1);
-  scaler.update();
-  EXPECT_EQ(scaler.get_scale(), 4);
-  // A rank without gradients takes part.
-  training.optimizer.zero_grad();
-  own = -1;
-  scaler.step(training.optimizer);
-  EXPECT_EQ(own, 0);
-}
-
 }  // namespace
 }  // namespace lockstep

@@ -18,7 +18,7 @@ constexpr int64_t kSave = 77;
 
 /// Three tensors of a module: a matrix, one in another memory format, a counter.
 std::vector<at::Tensor> made_tensors() {
-  return {at::randn({5, 3}), at::randn({2, 3, 4, 4}).to(at::MemoryFormat::ChannelsLast),
+  return {at::randn({5, 3}), at::randn({2, 3, 4, 4}).contiguous(at::MemoryFormat::ChannelsLast),
           at::full({}, int64_t{12}, at::kLong)};
 }
 const std::vector<std::string> kNames = {"fc.weight", "conv.weight", "bn.num_batches_tracked"};
