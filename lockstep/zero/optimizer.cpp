@@ -10,6 +10,7 @@
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/failure_notice.h"
 #include "lockstep/comm/world.h"
+#include "lockstep/ddp/engine.h"
 #include "lockstep/join/join.h"
 #include "lockstep/zero/element_slices.h"
 #include "lockstep/zero/objects.h"
