@@ -48,10 +48,10 @@ bool accumulate(const lockstep::World& world) {
     // What counts is that forward runs in the scope.
     for (int bite = 0; bite + 1 < kBites; ++bite) loss_of(ddp(bite_of(world.rank(), bite))).backward();
   }
-  const auto reduced_before = ddp.engine().reducer()->buckets_reduced();
+  const auto reduced_before = ddp.buckets_reduced();
   const auto local_gradients = gradients_of(ddp);
   loss_of(ddp(bite_of(world.rank(), kBites - 1))).backward();  // reduces the sum of all
-  const auto reduced_after = ddp.engine().reducer()->buckets_reduced();
+  const auto reduced_after = ddp.buckets_reduced();
 
   const auto expected = gradients_of_one_process(world.world_size());
   const auto difference = (gradients_of(ddp) - expected).abs().max().item<double>();

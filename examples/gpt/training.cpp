@@ -44,7 +44,7 @@ Progress Training::run(const std::function<void(const Progress&)>& on_progress) 
     set_learning_rate(progress.step++);
     loss_sum += take_step(batch) * batch.input.size(0);
     rows += batch.input.size(0);
-    if (const auto share = ddp_.engine().overlap_share(); share && world_.world_size() > 1) {
+    if (const auto share = ddp_.overlap_share(); share && world_.world_size() > 1) {
       hidden_sum += *share;
       ++hidden_steps;
     }

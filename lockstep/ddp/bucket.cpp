@@ -6,7 +6,8 @@
 
 #include <utility>
 
-#include "lockstep/shard/buffer.h"
+#include "lockstep/base/observer.h"
+#include "lockstep/base/str.h"
 
 namespace lockstep::detail {
 namespace {
@@ -18,7 +19,7 @@ bool keeps_strides(const at::Tensor& parameter) {
 }  // namespace
 
 Bucket::Bucket(std::size_t index, const BucketPlan& plan, const std::vector<at::Tensor>& all_parameters,
-               const GroupPtr& group, std::optional<at::ScalarType> dtype)
+               std::optional<at::ScalarType> dtype)
     : index_(index),
       members_(plan.buckets()[index].parameters),
       is_sparse_(plan.parameters()[members_[0]].expects_sparse_gradient) {
@@ -32,21 +33,19 @@ Bucket::Bucket(std::size_t index, const BucketPlan& plan, const std::vector<at::
   const auto own = parameters_[0].scalar_type();
   const auto element = dtype && c10::isFloatingType(own) ? *dtype : own;
   is_complex_ = c10::isComplexType(element);
-  int64_t total = 0;
   for (const auto& parameter : parameters_) {
-    offsets_.push_back(total);
+    offsets_.push_back(elements_);
     lengths_.push_back(parameter.numel() * (is_complex_ ? 2 : 1));
-    total += lengths_.back();
+    elements_ += lengths_.back();
   }
   options_ = at::TensorOptions(is_complex_ ? c10::toRealValueType(element) : element).device(parameters_[0].device());
-  if (group) lend(allocate_buffer(total, options_, group));
 }
 
-at::Tensor Bucket::take_back() {
+at::Tensor Bucket::detach_buffer() {
   return std::exchange(buffer_, at::Tensor());
 }
 
-void Bucket::lend(const at::Tensor& buffer) {
+void Bucket::attach_buffer(const at::Tensor& buffer) {
   buffer_ = buffer;
   // Mostly it is the one it had in the last step.
   if (buffer.const_data_ptr() == views_at_ && !views_.empty()) return;
@@ -84,6 +83,16 @@ GradBucket Bucket::as_grad_bucket(std::size_t bucket_count, const at::Tensor& bu
                      .lengths = lengths_,
                      .parameters = parameters_,
                      .sparse_rows = sparse_rows_});
+}
+
+void note_bucket(const Bucket& bucket, const char* state, std::size_t bytes) {
+  if (!is_observed()) return;
+  Event event;
+  event.kind = "bucket";
+  event.unit = str("bucket ", bucket.index());
+  event.state = state;
+  event.bytes = bytes;
+  announce(std::move(event));
 }
 
 }  // namespace lockstep::detail

@@ -1,4 +1,4 @@
-// One bucket of a plan at work: the flat buffer that is reduced, and each parameter's view of it.
+// One bucket of a plan at work: the flat buffer that is reduced, and each parameter's view of it. Internal to ddp.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,11 +14,9 @@ namespace lockstep::detail {
 
 class Bucket {
  public:
-  /// Makes the buffer, in memory the other ranks can reach if the group's backend has such. `dtype` replaces the
-  /// parameters' own if the gradients have another. A sparse bucket has no buffer until its gradient is there. Without
-  /// a group none is made: see lend().
+  /// Without a buffer. `dtype` replaces the parameters' own if the gradients have another.
   Bucket(std::size_t index, const BucketPlan& plan, const std::vector<at::Tensor>& all_parameters,
-         const GroupPtr& group, std::optional<at::ScalarType> dtype);
+         std::optional<at::ScalarType> dtype);
 
   std::size_t index() const { return index_; }
   std::size_t size() const { return members_.size(); }
@@ -33,9 +31,12 @@ class Bucket {
 
   const at::Tensor& buffer() const { return buffer_; }
   const at::TensorOptions& buffer_options() const { return options_; }
-  /// Dense buckets made without a group: they have this buffer until it is taken back. Gradients lie at its beginning.
-  void lend(const at::Tensor& buffer);
-  at::Tensor take_back();
+  /// What a dense bucket's gradients need; a buffer may be longer.
+  int64_t elements() const { return elements_; }
+  /// Dense buckets only. Gradients lie at the buffer's beginning.
+  void attach_buffer(const at::Tensor& buffer);
+  /// The buffer, which is no longer the bucket's; undefined if it has none.
+  at::Tensor detach_buffer();
   /// Sparse buckets only: the gradient itself is what is reduced.
   void set_sparse_gradient(at::Tensor gradient, std::optional<at::Tensor> rows);
   const std::optional<at::Tensor>& sparse_rows() const { return sparse_rows_; }
@@ -43,14 +44,20 @@ class Bucket {
   /// As hooks see it.
   GradBucket as_grad_bucket(std::size_t bucket_count, const at::Tensor& buffer) const;
 
-  // Progress in one backward; the reducer's.
-  std::size_t gradients_missing = 0;
-  /// Places whose gradients are still to be copied in, with the gradients.
-  std::vector<std::pair<std::size_t, at::Tensor>> deferred;
-  std::optional<Pending> reduction;         // without a hook
-  FuturePtr future;                         // with one
-  std::optional<GradBucket> given_to_hook;  // lives as long as the hook may look at it
-  bool is_skipped = false;
+  /// How far it has come in one backward; the reducer's, and its sink's.
+  struct Progress {
+    std::size_t gradients_missing = 0;
+    /// Places whose gradients are still to be copied in, with the gradients.
+    std::vector<std::pair<std::size_t, at::Tensor>> deferred = {};
+    bool is_launched = false;
+    bool is_skipped = false;
+    std::optional<Pending> reduction = std::nullopt;         // without a hook
+    FuturePtr future = nullptr;                              // with one
+    std::optional<GradBucket> given_to_hook = std::nullopt;  // lives as long as the hook may look at it
+    at::Tensor result = {};                                  // once it has arrived
+    std::vector<bool> is_consumed = {};                      // by place, once the consumer was asked
+  };
+  Progress progress;
 
  private:
   const std::size_t index_;
@@ -60,11 +67,15 @@ class Bucket {
   bool is_complex_ = false;       // then the buffer is real, two elements for each
   std::vector<int64_t> offsets_;  // in elements of the buffer
   std::vector<int64_t> lengths_;
+  int64_t elements_ = 0;
   at::TensorOptions options_;
   at::Tensor buffer_;
   std::vector<at::Tensor> views_;
   const void* views_at_ = nullptr;  // the memory that views_ are of
   std::optional<at::Tensor> sparse_rows_;
 };
+
+/// Tells observers what happens to a bucket.
+void note_bucket(const Bucket& bucket, const char* state, std::size_t bytes = 0);
 
 }  // namespace lockstep::detail

@@ -1,5 +1,5 @@
 // Keeps a module's buffers (running statistics, counters) the same on all ranks: by copying rank 0's before each
-// forward, or by what the user puts in its place.
+// forward, or by what the user puts in its place. Internal to ddp.
 #pragma once
 
 #include <functional>
@@ -10,19 +10,13 @@
 #include <vector>
 
 #include "lockstep/comm/group.h"
-#include "lockstep/ddp/comm_hook.h"
+#include "lockstep/ddp/buffer_hook.h"
 
 namespace torch::nn {
 class Module;
 }
 
 namespace lockstep {
-
-/// By dotted name.
-using BufferMap = std::map<std::string, at::Tensor>;
-/// Syncs the buffers its own way. What it returns is waited for at the end of backward.
-using BufferHook = std::function<std::vector<FuturePtr>(BufferMap& buffers)>;
-enum class BufferHookLocation { kPreForward, kPostForward };
 
 namespace detail {
 

@@ -1,34 +1,26 @@
 #include "lockstep/ddp/engine.h"
 
-#include <ATen/ops/full.h>
-#include <c10/core/Event.h>
 #include <c10/core/GradMode.h>
-#include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/distributed/c10d/debug.h>
 #include <torch/nn/module.h>
 
-#include <cmath>
-#include <unordered_set>
-
-#include "lockstep/base/env.h"
 #include "lockstep/base/observer.h"
 #include "lockstep/base/str.h"
 #include "lockstep/comm/agreement.h"
-#include "lockstep/comm/collectives.h"
 #include "lockstep/comm/objects.h"
+#include "lockstep/ddp/ddp_base.h"
 #include "lockstep/ddp/delayed_all_reduce.h"
+#include "lockstep/ddp/input_mover.h"
 #include "lockstep/ddp/logger.h"
 #include "lockstep/ddp/low_precision.h"
 #include "lockstep/ddp/state_sync.h"
-#include "lockstep/ddp/sync_batch_norm.h"
 #include "lockstep/nn/output_sink.h"
 
 namespace lockstep {
 namespace {
 
-thread_local DdpEngine* active_engine = nullptr;
+thread_local std::vector<DdpEngine*> active_engines;  // the innermost last
 
 void note(const char* what) {
   if (!is_observed()) return;
@@ -38,54 +30,10 @@ void note(const char* what) {
   announce(std::move(event));
 }
 
-std::set<std::string> devices_of(const NamedTensors& tensors) {
-  std::set<std::string> devices;
-  for (const auto& [name, tensor] : tensors) devices.insert(tensor.device().str());
-  return devices;
-}
-
-std::string device_ids_text(const DdpOptions& options) {
-  std::vector<int> ids;  // device indices print as characters
-  if (options.device_ids) ids.assign(options.device_ids->begin(), options.device_ids->end());
-  return join(ids, ", ");
-}
-
-/// What all ranks throw, in the same words.
-std::string common_problem(const std::vector<std::string>& problems) {
-  std::string text;
-  for (std::size_t rank = 0; rank < problems.size(); ++rank) {
-    if (problems[rank].empty() || problems[rank] == problems[0]) continue;
-    text += str(text.empty() ? "" : "\n", "on rank ", rank, ": ", problems[rank]);
-  }
-  if (text.empty()) return problems[0];
-  return str("[lockstep/ddp] the ranks cannot wrap their modules",
-             problems[0].empty() ? "" : "; on rank 0: ", problems[0], problems[0].empty() ? "; " : "\n", text);
-}
-
-/// What decides which collectives a step makes: the ranks must agree.
-Facts shared_facts(const DdpOptions& options, bool has_forward_buffers) {
-  const auto text = [](bool value) { return value ? "true" : "false"; };
-  return {{"find_unused_parameters", text(options.find_unused_parameters)},
-          {"static_graph", text(options.static_graph)},
-          {"skip_all_reduce_unused_params", text(options.skip_all_reduce_unused_params)},
-          {"per_parameter", text(options.per_parameter)},
-          {"mixed_precision", detail::describe(options.mixed_precision.value_or(MixedPrecision{}))},
-          {"number of delayed parameters", std::to_string(options.delay_all_reduce_named_params.size())},
-          {"buffers synced before forward", text(has_forward_buffers)}};
-}
-
 }  // namespace
 
 DdpEngine* active_ddp() {
-  return active_engine;
-}
-
-detail::ActiveDdpScope::ActiveDdpScope(DdpEngine& engine) : outer_(active_engine) {
-  active_engine = &engine;
-}
-
-detail::ActiveDdpScope::~ActiveDdpScope() {
-  active_engine = outer_;
+  return active_engines.empty() ? nullptr : active_engines.back();
 }
 
 std::shared_ptr<DdpEngine> DdpEngine::make(std::shared_ptr<torch::nn::Module> module, const DdpOptions& options) {
@@ -109,14 +57,14 @@ DdpEngine::DdpEngine(std::shared_ptr<torch::nn::Module> module, const DdpOptions
   std::string problem;
   try {
     detail::check_options(options_);
-    check_module(all_parameters);
+    traits_ = detail::check_module(*module_, options_, all_parameters, parameters_, !managed_.tensors.empty());
   } catch (const c10::Error& error) {
     problem = error.what_without_backtrace();
   }
   if (options_.init_sync && group_->getSize() > 1) {
-    problem = common_problem(all_gather_object(problem, group_));
+    problem = detail::common_problem(all_gather_object(problem, group_));
     if (problem.empty()) {
-      check_same_on_all_ranks("DistributedDataParallel's options", shared_facts(options_, has_forward_buffers_),
+      check_same_on_all_ranks("DistributedDataParallel's options", detail::shared_facts(options_, has_forward_buffers_),
                               group_);
     }
   }
@@ -158,21 +106,22 @@ void DdpEngine::make_reducer() {
   settings.gradient_dtype = param_dtype;
   settings.plan = plan;
   reducer_ = std::make_shared<Reducer>(managed_.tensors, managed_.infos, group_, settings);
+  weighted_.emplace(reducer_, [this](const std::string& message) { fail(message); });
   if (options_.static_graph && options_.find_unused_parameters) {
     TORCH_WARN("[lockstep/ddp] static_graph makes find_unused_parameters redundant: the first step shows what is used");
   }
   logger_ = std::make_unique<detail::DdpLogger>(
       reducer_, options_,
-      detail::DdpLogger::Facts{
+      detail::DdpLogger::Wrapper{
           .module_name = module_->name(),
-          .device_ids = device_ids_text(options_),
+          .device_ids = detail::device_ids_text(options_),
           .output_device =
               options_.output_device
                   ? *options_.output_device
                   : (options_.device_ids && !options_.device_ids->empty() ? (*options_.device_ids)[0] : -1),
           .broadcast_buffers = has_forward_buffers_,
-          .has_sync_bn = !sync_bn_.empty(),
-          .is_multi_device = is_multi_device_,
+          .has_sync_bn = !traits_.sync_batch_norm.empty(),
+          .is_multi_device = traits_.is_multi_device,
           .is_static_graph = options_.static_graph});
   if (options_.mixed_precision) {
     low_ = std::make_unique<detail::LowPrecision>(*options_.mixed_precision, parameters_,
@@ -191,53 +140,13 @@ void DdpEngine::make_reducer() {
 DdpEngine::~DdpEngine() {
   if (delayed_) delayed_->detach();
   if (!reducer_) return;
-  // Whoever keeps the reducer keeps no way back here.
-  reducer_->set_error_listener(nullptr);
-  reducer_->set_finish_listener(nullptr);
-  reducer_->set_consumer(nullptr);
-  reducer_->remove_autograd_hooks();
+  // Somebody else may keep the reducer alive. Its listeners refer to this engine, so they must not be called any more.
+  reducer_->detach();
 }
 
 void DdpEngine::fail(const std::string& message) const {
   if (logger_) logger_->set_error_and_log(message);
   TORCH_CHECK(false, message);
-}
-
-void DdpEngine::check_module(const NamedTensors& all_parameters) {
-  const auto& trigger = options_.param_to_hook_all_reduce;
-  TORCH_CHECK(!trigger.defined() || std::any_of(all_parameters.begin(), all_parameters.end(),
-                                                [&](const auto& each) { return each.second.is_same(trigger); }),
-              "[lockstep/ddp] param_to_hook_all_reduce is no parameter of the module");
-  TORCH_CHECK(!managed_.tensors.empty() || !options_.delay_all_reduce_named_params.empty(),
-              "[lockstep/ddp] the module has no parameter that requires a gradient: DistributedDataParallel is not "
-              "needed. (Ignored and frozen parameters do not count.)");
-  for (const auto& [name, tensor] : parameters_) {
-    TORCH_CHECK(!tensor.requires_grad() || tensor.sizes() != at::IntArrayRef({0}), "[lockstep/ddp] parameter '", name,
-                "' has no shape yet. Run a forward pass that gives it one before you wrap the module.");
-  }
-  std::set<std::string> types;
-  for (const auto& [name, tensor] : all_parameters) types.insert(c10::DeviceTypeName(tensor.device().type(), true));
-  TORCH_CHECK(types.size() == 1, "[lockstep/ddp] the module's parameters must be on one type of device, but are on ",
-              join(types, ", "));
-  const auto devices = devices_of(all_parameters);
-  is_multi_device_ = devices.size() > 1;
-  device_ = all_parameters[0].second.device();
-  const bool takes_device_ids = !device_.is_cpu() && !is_multi_device_;
-  const bool has_device_ids = options_.device_ids && !options_.device_ids->empty();
-  TORCH_CHECK(!has_device_ids || options_.device_ids->size() == 1, "[lockstep/ddp] device_ids can only be unset or ",
-              "hold the module's one device, but is [", device_ids_text(options_), "] and the parameters are on ",
-              join(devices, ", "));
-  TORCH_CHECK(takes_device_ids || (!has_device_ids && !options_.output_device),
-              "[lockstep/ddp] device_ids and output_device are for modules on one accelerator, but got device_ids [",
-              has_device_ids ? device_ids_text(options_) : "", "], output_device ",
-              options_.output_device ? std::to_string(*options_.output_device) : "none", " and parameters on ",
-              join(devices, ", "));
-  detail::for_each_module(*module_, [&](const std::string& name, const torch::nn::Module& part) {
-    if (dynamic_cast<const SyncBatchNormImpl*>(&part) == nullptr) return;
-    TORCH_CHECK(!device_.is_cpu(), "[lockstep/ddp] layer '", name,
-                "' is a SyncBatchNorm, which works in modules on an accelerator only");
-    if (sync_bn_.empty()) sync_bn_ = name;
-  });
 }
 
 void DdpEngine::sync_states(const std::vector<ParameterInfo>& infos) {
@@ -257,34 +166,9 @@ void DdpEngine::take_state_of(int source, bool has_buffers) {
 
 void DdpEngine::check_parameters_unchanged() const {
   if (low_ && low_->is_low()) return;  // a forward without backward left them so
-  const auto now = detail::managed_parameters(*module_, ignored_);
-  const auto describe = [](const ParameterInfo& info, const at::Tensor& tensor) {
-    return str(info.describe(), " on ", tensor.device().str());
-  };
-  std::vector<std::string> problems;
-  std::map<std::string, std::size_t> before;
-  for (std::size_t i = 0; i < managed_.infos.size(); ++i) before[managed_.infos[i].name] = i;
-  for (std::size_t i = 0; i < now.infos.size(); ++i) {
-    const auto& name = now.infos[i].name;
-    const auto found = before.find(name);
-    if (found == before.end()) {
-      problems.push_back(str("'", name, "' was added or has begun to require gradients"));
-      continue;
-    }
-    const auto& was = managed_.infos[found->second];
-    if (!now.tensors[i].is_same(managed_.tensors[found->second])) {
-      problems.push_back(str("'", name, "' was replaced by another tensor"));
-    } else if (was.device != now.infos[i].device || was.dtype != now.infos[i].dtype ||
-               was.sizes != now.infos[i].sizes) {
-      problems.push_back(str(describe(was, managed_.tensors[found->second]), " was changed or moved"));
-    }
-    before.erase(found);
-  }
-  for (const auto& [name, index] : before) {
-    problems.push_back(str("'", name, "' was removed, or does not require gradients any more"));
-  }
-  if (problems.empty()) return;
-  fail(str(who(), ": the module's parameters changed after it was wrapped: ", join(problems, "; "),
+  const auto changes = detail::changes_since(managed_, detail::managed_parameters(*module_, ignored_));
+  if (changes.empty()) return;
+  fail(str(who(), ": the module's parameters changed after it was wrapped: ", changes,
            ". Wrap it again after such changes."));
 }
 
@@ -317,7 +201,7 @@ void DdpEngine::pre_forward() {
     const int source = tally.is_open() ? tally.live_ranks().back() : 0;
     reducer_->install_futures(buffers_->before_forward(group_, source));
   }
-  if (low_) low_->lower();
+  if (low_) low_->cast_down();
 }
 
 bool DdpEngine::moves_inputs() const {
@@ -326,29 +210,16 @@ bool DdpEngine::moves_inputs() const {
 
 at::Tensor DdpEngine::prepare_input(const at::Tensor& input) const {
   if (!input.defined()) return input;
-  const auto moved = moves_inputs() ? move_input(input) : input;
+  const auto moved = moves_inputs() ? detail::move_input(input, traits_.device) : input;
   return low_ ? low_->cast_input(moved) : moved;
 }
 
-at::Tensor DdpEngine::move_input(const at::Tensor& input) const {
-  if (input.device() == device_) return input;
-  if (!input.device().is_cpu() || env("PYTORCH_DDP_USE_SIDE_STREAM").value_or("1") != "1") {
-    return input.to(device_, /*non_blocking=*/true);
-  }
-  // On a stream of its own, so that it need not wait for what the device still computes.
-  const c10::impl::VirtualGuardImpl guard(device_.type());
-  const auto current = guard.getStream(device_);
-  const auto side = guard.getStreamFromGlobalPool(device_);
-  at::Tensor moved;
-  c10::Event copied(device_.type());
-  {
-    const c10::StreamGuard on_side(side);
-    moved = input.to(device_, /*non_blocking=*/true);
-    copied.record(side);
-  }
-  copied.block(current);
-  guard.recordDataPtrOnStream(moved.storage().data_ptr(), current);
-  return moved;
+void DdpEngine::enter_module() {
+  if (!options_.per_parameter) active_engines.push_back(this);
+}
+
+void DdpEngine::leave_module() noexcept {
+  if (!options_.per_parameter) active_engines.pop_back();
 }
 
 void DdpEngine::post_forward(const std::vector<at::Tensor*>& outputs) {
@@ -403,52 +274,12 @@ void DdpEngine::pass_through_sink(const std::vector<at::Tensor*>& outputs) {
   for (std::size_t i = 0; i < outputs.size(); ++i) *outputs[i] = passed[i];
 }
 
-double DdpEngine::reduced_weight(double weight) {
-  // As a double: token counts of large batches do not fit a float.
-  const auto total = at::full({1}, weight, at::TensorOptions(at::kDouble).device(device_));
-  all_reduce(total, group_);
-  const auto sum = total.item<double>();
-  if (sum <= 0) {
-    fail(str(who(), ": the weights of all ranks are zero: there is nothing to average"));
-  }
-  return sum;
-}
-
 void DdpEngine::backward(const at::Tensor& loss, double weight) {
   reducer_for("a weighted backward");
-  TORCH_CHECK(weight >= 0 && std::isfinite(weight), "[lockstep/ddp] a weight of ", weight,
-              " was given: it cannot be negative and must be finite");
   TORCH_CHECK(!is_joining() || join_options_.weighted, "[lockstep/ddp] backward(loss, weight) in a Join scope needs ",
               "JoinOptions::weighted, so that ranks without inputs take part in adding up the weights: ",
               "ddp.join({.options = {.weighted = true}})");
-  const bool is_first = weight_so_far_ == 0;
-  weight_so_far_ += weight;
-  const bool has_nothing_to_count = weight_so_far_ == 0;
-  if (is_sync_enabled_) {
-    const auto sum = reduced_weight(weight_so_far_);
-    weight_so_far_ = 0;
-    reducer_->set_divisor(sum);
-    // Gradients of an earlier reduced step are averages already: what the divisor takes away is given back.
-    if (is_first) scale_gradients(sum / group_->getSize());
-    // The mean over nothing is NaN, and so is zero times it.
-    if (has_nothing_to_count) reducer_->leave_out_own_gradients();
-  } else {
-    reducer_->set_divisor_source([this]() -> double {
-      fail(str(who(),
-               ": gradients of backward(loss, weight) under no_sync() wait to be averaged: end with backward(loss, ",
-               "weight) as well, not with loss.backward()."));
-    });
-  }
-  (loss * weight).backward();
-}
-
-void DdpEngine::scale_gradients(double factor) {
-  if (factor == 1) return;
-  const at::NoGradGuard no_grad;
-  for (const auto& parameter : managed_.tensors) {
-    auto& grad = parameter.mutable_grad();
-    if (grad.defined()) grad.mul_(factor);
-  }
+  weighted_->run(loss, weight, is_sync_enabled_);
 }
 
 std::string DdpEngine::who() const {
@@ -480,48 +311,22 @@ void DdpEngine::set_sync_enabled(bool is_enabled) {
   is_sync_enabled_ = is_enabled;
 }
 
-void DdpEngine::set_up_optimizers_in_backward() {
-  std::vector<std::vector<OptimizerPtr>> optimizers;
-  bool has_any = false;
-  for (const auto& parameter : managed_.tensors) {
-    optimizers.push_back(detail::optimizers_in_backward_of(parameter));
-    has_any = has_any || !optimizers.back().empty();
+void DdpEngine::use_plan(const BucketPlan& plan) {
+  auto& reducer = reducer_for("use_plan");
+  // One rank's bad plan must not leave the others waiting.
+  std::string problem;
+  BucketPlan mine;
+  try {
+    mine = reducer.checked_plan(plan);
+  } catch (const c10::Error& error) {
+    problem = error.what_without_backtrace();
   }
-  if (!has_any) return;
-  step_in_backward(std::move(optimizers), "an optimizer attached by apply_optimizer_in_backward");
-  for (const auto& parameter : managed_.tensors) detail::release_backward_hooks(parameter);
-}
-
-void DdpEngine::register_fused_optim(const OptimizerFactory& factory, const std::vector<at::Tensor>& parameters) {
-  TORCH_CHECK(reducer_, "[lockstep/ddp] register_fused_optim needs buckets");
-  TORCH_CHECK(factory, "[lockstep/ddp] register_fused_optim was given no factory");
-  std::vector<std::vector<OptimizerPtr>> optimizers(managed_.tensors.size());
-  for (std::size_t i = 0; i < managed_.tensors.size(); ++i) {
-    const auto& parameter = managed_.tensors[i];
-    const auto is_it = [&](const at::Tensor& each) { return each.is_same(parameter); };
-    if (!parameters.empty() && std::none_of(parameters.begin(), parameters.end(), is_it)) continue;
-    auto optimizer = factory({parameter});
-    TORCH_CHECK(optimizer, "[lockstep/ddp] register_fused_optim: the factory made no optimizer for parameter '",
-                managed_.infos[i].name, "'");
-    optimizers[i].push_back(std::move(optimizer));
+  if (group_->getSize() > 1) {
+    problem = detail::common_problem(all_gather_object(problem, group_));
+    if (problem.empty()) check_same_on_all_ranks("the bucket plan given to use_plan()", mine.save(), group_);
   }
-  step_in_backward(std::move(optimizers), "an optimizer given to register_fused_optim");
-}
-
-void DdpEngine::step_in_backward(std::vector<std::vector<OptimizerPtr>> optimizers, const std::string& reason) {
-  TORCH_CHECK(steps_in_backward_by_.empty(), "[lockstep/ddp] optimizers step in backward already, by ",
-              steps_in_backward_by_);
-  TORCH_CHECK(!low_, "[lockstep/ddp] ", reason, " cannot step in backward together with mixed_precision");
-  TORCH_CHECK(!reducer_->has_comm_hook(), "[lockstep/ddp] ", reason,
-              " cannot step in backward together with comm hook '", reducer_->comm_hook_name(), "'");
-  TORCH_CHECK(is_sync_enabled_, "[lockstep/ddp] ", reason, " cannot step in backward under no_sync");
-  steps_in_backward_by_ = reason;
-  reducer_->reserve_hook_slot(reason + " steps in backward");
-  reducer_->set_consumer([this, optimizers = std::move(optimizers)](std::size_t index, const at::Tensor& gradient) {
-    if (optimizers[index].empty()) return false;
-    detail::step_with_gradient(optimizers[index], managed_.tensors[index], gradient);
-    return true;
-  });
+  TORCH_CHECK(problem.empty(), problem);
+  reducer.use_plan(std::move(mine));
 }
 
 void DdpEngine::register_parameter_hook(ParameterHook hook) {
@@ -560,36 +365,6 @@ std::optional<double> DdpEngine::overlap_share() const {
 
 void DdpEngine::set_runtime_logging_sample_rate(int sample_rate) {
   if (logger_) logger_->set_sample_rate(sample_rate);
-}
-
-bool DdpEngine::save_in_full(const torch::nn::Module& wrapper, torch::serialize::OutputArchive& archive) const {
-  if (low_) low_->save(wrapper, archive);
-  return low_ != nullptr;
-}
-
-void DdpEngine::restore(const DdpSnapshot& snapshot) {
-  set_sync_enabled(snapshot.require_backward_grad_sync);
-  buffers_->set_required(snapshot.require_forward_param_sync);
-}
-
-DdpSnapshot DdpEngine::snapshot() const {
-  auto options = options_;
-  options.process_group = nullptr;
-  options.device_mesh.reset();
-  options.delay_all_reduce_named_params.clear();
-  options.param_to_hook_all_reduce.reset();
-  // Delayed parameters are ignored by the buckets only; without the delay they are ordinary ones.
-  options.params_and_buffers_to_ignore = ignored_;
-  for (const auto& [name, tensor] : options_.delay_all_reduce_named_params) {
-    options.params_and_buffers_to_ignore.erase(name);
-  }
-  options.static_graph = reducer_ && reducer_->is_static_graph();
-  // Before the rebuild there is nothing to keep, and a plan that is given is never rebuilt.
-  const bool has_plan = reducer_ && reducer_->has_rebuilt_buckets() && !delayed_;
-  options.bucket_plan = has_plan ? reducer_->plan().save() : "";
-  return {.options = std::move(options),
-          .require_backward_grad_sync = is_sync_enabled_,
-          .require_forward_param_sync = buffers_->is_required()};
 }
 
 }  // namespace lockstep

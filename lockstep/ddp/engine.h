@@ -1,9 +1,9 @@
-// DistributedDataParallel without its module's type: everything that need not be a template. One per wrapper.
+// What is inside of a DistributedDataParallel: construction, and the phases of a step. One per wrapper. Internal to
+// ddp.
 #pragma once
 
 #include <c10/util/Logging.h>
 
-#include <concepts>
 #include <functional>
 #include <map>
 #include <memory>
@@ -14,11 +14,13 @@
 
 #include "lockstep/ddp/buffer_sync.h"
 #include "lockstep/ddp/comm_hook.h"
+#include "lockstep/ddp/module_checks.h"
 #include "lockstep/ddp/optimizer_in_backward.h"
 #include "lockstep/ddp/options.h"
 #include "lockstep/ddp/per_parameter_reduction.h"
 #include "lockstep/ddp/reducer.h"
 #include "lockstep/ddp/snapshot.h"
+#include "lockstep/ddp/weighted_backward.h"
 #include "lockstep/join/join.h"
 #include "lockstep/nn/module_tensors.h"
 
@@ -51,12 +53,14 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   /// The module's outputs, in place: they may be exchanged for ones that have passed the sink.
   void post_forward(const std::vector<at::Tensor*>& outputs);
 
+  /// Around the module's own forward: makes this the active one of the thread; the outer one comes back afterwards.
+  void enter_module();
+  void leave_module() noexcept;
   /// What the module is called with: moved to its device, and cast.
   at::Tensor prepare_input(const at::Tensor& input) const;
   bool changes_inputs() const { return low_ || moves_inputs(); }
 
-  /// This rank's gradients count `weight` times: the average is the weighted one, over all ranks and all backwards
-  /// since the last reduced one. Collective if the backward is reduced.
+  /// See WeightedBackward.
   void backward(const at::Tensor& loss, double weight);
 
   // Join; see join_hook.cpp.
@@ -74,6 +78,7 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   /// Refuses to turn it off if optimizers step in backward.
   void set_sync_enabled(bool is_enabled);
   void set_static_graph();
+  void use_plan(const BucketPlan& plan);
   void set_sink_clones(bool clones) { sink_clones_ = clones; }
   void register_comm_hook(CommHook hook);
   /// In per-parameter mode only.
@@ -100,11 +105,10 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   /// Throws, naming `what` needs it, if there is none.
   Reducer& reducer_for(const char* what) const;
   torch::nn::Module& module() const { return *module_; }
-  c10::Device device() const { return device_; }
+  c10::Device device() const { return traits_.device; }
 
  private:
   explicit DdpEngine(std::shared_ptr<torch::nn::Module> module, const DdpOptions& options);
-  void check_module(const NamedTensors& all_parameters);
   void sync_states(const std::vector<ParameterInfo>& infos);
   void check_parameters_unchanged() const;
   void arm_reducer(const std::vector<at::Tensor*>& outputs);
@@ -115,12 +119,8 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   void step_in_backward(std::vector<std::vector<OptimizerPtr>> optimizers, const std::string& reason);
   JoinTally begin_join_iteration(bool is_synced);
   bool is_joining() const { return joinable_ != nullptr && joinable_->join_config().enable; }
-  /// The sum of the ranks' weights, of which this one's is given. Collective.
-  double reduced_weight(double weight);
-  void scale_gradients(double factor);
   void set_join_divisor(const JoinTally& tally);
   bool moves_inputs() const;
-  at::Tensor move_input(const at::Tensor& input) const;
   std::string who() const;
   [[noreturn]] void fail(const std::string& message) const;
 
@@ -131,15 +131,14 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   std::set<std::string> ignored_;
   NamedTensors parameters_;  // not ignored, frozen ones too
   detail::ManagedParameters managed_;
-  c10::Device device_ = c10::Device(c10::kCPU);
-  bool is_multi_device_ = false;
-  std::string sync_bn_;              // path of the first one; empty if there is none
+  detail::ModuleTraits traits_;
   bool has_forward_buffers_ = true;  // buffers are synced before each forward
   bool has_initial_buffers_ = true;
 
   std::shared_ptr<Reducer> reducer_;
   std::unique_ptr<detail::BufferSync> buffers_;
   std::unique_ptr<detail::DdpLogger> logger_;
+  std::optional<detail::WeightedBackward> weighted_;  // with a reducer
   std::unique_ptr<detail::LowPrecision> low_;
   std::shared_ptr<detail::DelayedAllReduce> delayed_;
   std::unique_ptr<detail::PerParameterReduction> per_parameter_;
@@ -150,35 +149,10 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   bool has_set_up_ = false;           // what is done in the first forward
   std::string steps_in_backward_by_;  // what makes optimizers step in backward; empty if nothing does
   bool has_queued_static_reduction_ = false;
-  double weight_so_far_ = 0;  // of backwards since the last reduced one
 
   // Join. The options are those of the last scope.
   Joinable* joinable_ = nullptr;
   JoinOptions join_options_;
-};
-
-/// The wrapper whose forward runs on this thread, null if none does.
-DdpEngine* active_ddp();
-
-namespace detail {
-
-/// Makes `engine` the active one while it lives; the outer one comes back afterwards.
-class ActiveDdpScope {
- public:
-  explicit ActiveDdpScope(DdpEngine& engine);
-  ~ActiveDdpScope();
-  ActiveDdpScope(const ActiveDdpScope&) = delete;
-  ActiveDdpScope& operator=(const ActiveDdpScope&) = delete;
-
- private:
-  DdpEngine* const outer_;
-};
-
-}  // namespace detail
-/// A DistributedDataParallel of any module.
-template <class Ddp>
-concept WrapsEngine = requires(Ddp& ddp) {
-  { ddp.engine() } -> std::same_as<DdpEngine&>;
 };
 
 }  // namespace lockstep

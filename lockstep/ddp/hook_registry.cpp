@@ -4,8 +4,8 @@
 #include <array>
 
 #include "lockstep/base/str.h"
+#include "lockstep/ddp/ddp_base.h"
 #include "lockstep/ddp/default_hooks.h"
-#include "lockstep/ddp/engine.h"
 #include "lockstep/ddp/power_sgd.h"
 #include "lockstep/ddp/quantization_hooks.h"
 
@@ -79,11 +79,11 @@ CommHook ddp_comm_hook(DDPCommHookType type, const GroupPtr& group) {
   return entry_of(type).make(group);
 }
 
-void register_ddp_comm_hook(DDPCommHookType type, DdpEngine& ddp, const GroupPtr& group) {
+void register_ddp_comm_hook(DDPCommHookType type, DdpBase& ddp, const GroupPtr& group) {
   ddp.register_comm_hook(ddp_comm_hook(type, group));
 }
 
-void register_ddp_comm_hook(const std::string& name, DdpEngine& ddp, const GroupPtr& group) {
+void register_ddp_comm_hook(const std::string& name, DdpBase& ddp, const GroupPtr& group) {
   register_ddp_comm_hook(ddp_comm_hook_type(name), ddp, group);
 }
 

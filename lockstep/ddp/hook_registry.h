@@ -9,7 +9,7 @@
 
 namespace lockstep {
 
-class DdpEngine;
+class DdpBase;
 
 enum class DDPCommHookType {
   kAllReduce,
@@ -34,14 +34,7 @@ DDPCommHookType ddp_comm_hook_type(const std::string& name);
 /// A hook of that type; PowerSGD's get a state of their own with Python's defaults. Null: the default group.
 CommHook ddp_comm_hook(DDPCommHookType type, const GroupPtr& group = nullptr);
 
-void register_ddp_comm_hook(DDPCommHookType type, DdpEngine& ddp, const GroupPtr& group = nullptr);
-void register_ddp_comm_hook(const std::string& name, DdpEngine& ddp, const GroupPtr& group = nullptr);
-
-/// For a DistributedDataParallel.
-template <class Type, class Ddp>
-  requires requires(Ddp& ddp) { ddp.engine(); }
-void register_ddp_comm_hook(const Type& type, Ddp& ddp, const GroupPtr& group = nullptr) {
-  register_ddp_comm_hook(type, ddp.engine(), group);
-}
+void register_ddp_comm_hook(DDPCommHookType type, DdpBase& ddp, const GroupPtr& group = nullptr);
+void register_ddp_comm_hook(const std::string& name, DdpBase& ddp, const GroupPtr& group = nullptr);
 
 }  // namespace lockstep

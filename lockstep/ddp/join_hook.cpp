@@ -34,7 +34,7 @@ void DdpEngine::check_join(const JoinSettings& settings) const {
                 ": ranks without inputs could not do the same");
   };
   if (settings.throw_on_early_termination) return;  // nothing is mirrored
-  TORCH_CHECK(sync_bn_.empty(), who(), ": the module has a SyncBatchNorm, '", sync_bn_,
+  TORCH_CHECK(traits_.sync_batch_norm.empty(), who(), ": the module has a SyncBatchNorm, '", traits_.sync_batch_norm,
               "', which communicates in forward: open the Join scope ", "with throw_on_early_termination");
   if (options_.per_parameter) refuse("per_parameter");
   if (!reducer_ || !options_.delay_all_reduce_named_params.empty()) refuse("delay_all_reduce_named_params");
@@ -61,7 +61,7 @@ JoinTally DdpEngine::begin_join_iteration(bool is_synced) {
 void DdpEngine::set_join_divisor(const JoinTally& tally) {
   if (join_options_.weighted) {
     // For a backward without a weight; backward(loss, weight) adds the weights up itself.
-    reducer_->set_divisor_source([this] { return reduced_weight(std::exchange(weight_so_far_, 0) + 1); });
+    reducer_->set_divisor_source([this] { return weighted_->reduced_weight_with(1); });
   } else if (!join_options_.divide_by_initial_world_size && steps_in_backward_by_.empty()) {
     // Not for optimizers that step in backward: they have always had the full one.
     reducer_->set_divisor_source([tally] { return static_cast<double>(tally.live_count()); });
@@ -77,9 +77,9 @@ void DdpEngine::mirror_iteration() {
   if (buffers_->will_sync_before_forward()) buffers_->before_forward(group_, tally.live_ranks().back());
   buffers_->set_required(is_reduced);
   if (!is_reduced) return;
-  if (low_) low_->lower();
+  if (low_) low_->cast_down();
   if (join_options_.weighted) {
-    reducer_->set_divisor(reduced_weight(0));
+    reducer_->set_divisor_source([sum = weighted_->reduced_weight_with(0)] { return sum; });
   } else {
     set_join_divisor(tally);
   }

@@ -26,8 +26,8 @@ std::string bucket_sizes(const BucketPlan& plan) {
 
 }  // namespace
 
-DdpLogger::DdpLogger(std::shared_ptr<Reducer> reducer, const DdpOptions& options, const Facts& facts)
-    : reducer_(std::move(reducer)), has_times_(!facts.is_multi_device) {
+DdpLogger::DdpLogger(std::shared_ptr<Reducer> reducer, const DdpOptions& options, const Wrapper& wrapper)
+    : reducer_(std::move(reducer)), has_times_(!wrapper.is_multi_device) {
   const auto& plan = reducer_->plan();
   std::set<std::string> dtypes;
   std::size_t bytes = 0;
@@ -37,8 +37,8 @@ DdpLogger::DdpLogger(std::shared_ptr<Reducer> reducer, const DdpOptions& options
   }
   const auto& group = reducer_->group();
   const auto device = plan.parameters()[0].device.type();
-  set("module_name", facts.module_name);
-  set("device_ids", facts.device_ids);
+  set("module_name", wrapper.module_name);
+  set("device_ids", wrapper.device_ids);
   set("dtypes", join(dtypes, ", "));
   set("backend_name", serves_device(group, device) ? group->getBackend(device)->getBackendName() : backend_spec(group));
   set("bucket_sizes", bucket_sizes(plan));
@@ -49,14 +49,14 @@ DdpLogger::DdpLogger(std::shared_ptr<Reducer> reducer, const DdpOptions& options
   set("iteration", 0);
   set("num_parameter_tensors", static_cast<int64_t>(plan.parameters().size()));
   set("total_parameter_size_bytes", static_cast<int64_t>(bytes));
-  set("is_multi_device_module", facts.is_multi_device ? 1 : 0);
-  set("output_device", facts.output_device);
-  set("has_sync_bn", facts.has_sync_bn ? 1 : 0);
-  set("broadcast_buffers", facts.broadcast_buffers ? 1 : 0);
+  set("is_multi_device_module", wrapper.is_multi_device ? 1 : 0);
+  set("output_device", wrapper.output_device);
+  set("has_sync_bn", wrapper.has_sync_bn ? 1 : 0);
+  set("broadcast_buffers", wrapper.broadcast_buffers ? 1 : 0);
   set("bucket_cap_bytes", static_cast<int64_t>(caps_of(options).bytes));
   set("find_unused_parameters", options.find_unused_parameters ? 1 : 0);
   set("gradient_as_bucket_view", options.gradient_as_bucket_view ? 1 : 0);
-  set("static_graph", facts.is_static_graph ? 1 : 0);
+  set("static_graph", wrapper.is_static_graph ? 1 : 0);
   for (const char* key : {"has_error", "join_uneven_inputs", "can_set_static_graph", "has_rebuilt_buckets",
                           "unused_parameter_size", "num_buckets_reduced"}) {
     set(key, 0);
@@ -67,7 +67,7 @@ DdpLogger::DdpLogger(std::shared_ptr<Reducer> reducer, const DdpOptions& options
 
 DdpLogger::~DdpLogger() {
   try {
-    set("can_set_static_graph", reducer_->is_graph_static() ? 1 : 0);
+    set("can_set_static_graph", reducer_->last_step().is_graph_static ? 1 : 0);
     c10::LogPyTorchDDPUsage(data());
   } catch (const std::exception& error) {
     LOG(WARNING) << "[lockstep/ddp] the log's sink failed: " << error.what();
@@ -122,10 +122,13 @@ void DdpLogger::set_runtime_stats_and_log() {
   if (iteration == 0 || (iteration > kFirstIterations && iteration % sample_rate_ != 0)) return;
   ++samples_;
   set("iteration", iteration);
-  set("unused_parameter_size", static_cast<int64_t>(reducer_->unused_parameter_bytes()));
-  set("num_buckets_reduced", reducer_->buckets_reduced());
-  set("can_set_static_graph", reducer_->is_graph_static() ? 1 : 0);
-  set("prev_iteration_grad_ready_order_indices", join(reducer_->ready_order(), ", "));
+  const auto last = reducer_->last_step();
+  std::size_t unused_bytes = 0;
+  for (const auto index : last.unused_parameters) unused_bytes += reducer_->plan().parameters()[index].bytes();
+  set("unused_parameter_size", static_cast<int64_t>(unused_bytes));
+  set("num_buckets_reduced", last.buckets_reduced);
+  set("can_set_static_graph", last.is_graph_static ? 1 : 0);
+  set("prev_iteration_grad_ready_order_indices", join(last.ready_order, ", "));
   set("has_rebuilt_buckets", reducer_->has_rebuilt_buckets() ? 1 : 0);
   if (reducer_->has_rebuilt_buckets()) {
     const auto& plan = reducer_->plan();

@@ -16,7 +16,7 @@ namespace lockstep::detail {
 
 class DdpLogger {
  public:
-  struct Facts {
+  struct Wrapper {
     std::string module_name = "";
     std::string device_ids = "";
     int64_t output_device = -1;
@@ -26,7 +26,7 @@ class DdpLogger {
     bool is_static_graph = false;
   };
 
-  DdpLogger(std::shared_ptr<Reducer> reducer, const DdpOptions& options, const Facts& facts);
+  DdpLogger(std::shared_ptr<Reducer> reducer, const DdpOptions& options, const Wrapper& wrapper);
   ~DdpLogger();
 
   /// At the beginning of a synced forward: the figures of the step before, if it is one of those that are sampled.

@@ -41,7 +41,6 @@ void LowPrecision::attach(const std::shared_ptr<Reducer>& reducer) {
   reducer->set_finish_listener([this] { restore(); });
   if (!config_.param_dtype) return;
   // Its own hooks are those of full-precision accumulators, which never run.
-  reducer->remove_autograd_hooks();
   reducer->use_accumulators_of(hooks_);
 }
 
@@ -53,7 +52,9 @@ FuturePtr LowPrecision::reduce(GradBucket& bucket, const GroupPtr& group) const 
   return then(all_reduce_future(bucket.buffer(), group), [ranks](const at::Tensor& sum) { return sum.div_(ranks); });
 }
 
-void LowPrecision::lower() {
+void LowPrecision::cast_down() {
+  // A backward that failed has not restored them.
+  has_queued_restore_ = false;
   if (is_low_ || !config_.param_dtype) return;
   const at::NoGradGuard no_grad;
   for (auto& parameter : parameters_) {
@@ -63,7 +64,6 @@ void LowPrecision::lower() {
     if (grad.defined()) grad = grad.to(*config_.param_dtype);
   }
   is_low_ = true;
-  has_queued_restore_ = false;
   hooks_.add(managed_, [this](std::size_t index) { on_gradient(index); });
 }
 

@@ -35,7 +35,7 @@ class LowPrecision {
   void attach(const std::shared_ptr<Reducer>& reducer);
 
   /// Points the parameters at low-precision copies, unless they do.
-  void lower();
+  void cast_down();
   /// Points them at full precision again, and casts gradients up. Does nothing if they are there.
   void restore();
   bool is_low() const { return is_low_; }

@@ -1,5 +1,5 @@
 // Averages each gradient on its own when it is there: no buckets, no order but that of the graph. For programs that
-// fuse communication themselves.
+// fuse communication themselves. Internal to ddp.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,12 +8,10 @@
 #include <vector>
 
 #include "lockstep/comm/group.h"
+#include "lockstep/ddp/parameter_hook.h"
 #include "lockstep/nn/gradient_hooks.h"
 
 namespace lockstep {
-
-/// Called as hook(gradient, parameter), and changes the gradient in place. Several run one after the other.
-using ParameterHook = std::function<void(at::Tensor& gradient, const at::Tensor& parameter)>;
 
 namespace detail {
 

@@ -1,4 +1,5 @@
 // When the parts of a training step happened, by the host's clock and, for devices that run behind it, by their events.
+// Internal to ddp.
 #pragma once
 
 #include <c10/core/Device.h>

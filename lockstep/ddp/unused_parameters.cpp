@@ -1,10 +1,13 @@
 #include "lockstep/ddp/unused_parameters.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <unordered_set>
+#include <utility>
 
 #include "lockstep/comm/collectives.h"
 
@@ -72,14 +75,35 @@ bool UsedMap::is_used(std::size_t parameter) {
   return is_marked(parameter);
 }
 
+void UsedMap::wait() {
+  if (is_under_way_) pending_.wait();
+}
+
 void UsedMap::finish() {
-  if (!is_under_way_) return;
-  pending_.wait();
+  wait();
   is_under_way_ = false;
 }
 
 void UsedMap::clear() {
   marks_.zero_();
+}
+
+void UsedMap::give_up() {
+  if (is_under_way_) on_device_ = at::empty_like(on_device_);
+  pending_ = Pending();
+  is_under_way_ = false;
+  clear();
+}
+
+void UnusedParameters::search(const std::vector<at::Tensor>& outputs,
+                              const std::unordered_map<const torch::autograd::Node*, std::size_t>& accumulators) {
+  auto found = find_unused(outputs, accumulators);
+  if (std::exchange(has_searched_, true) && found != of_step) is_same_in_all_steps = false;
+  of_step = std::move(found);
+}
+
+bool UnusedParameters::contains(std::size_t parameter) const {
+  return std::binary_search(of_step.begin(), of_step.end(), parameter);
 }
 
 }  // namespace lockstep::detail

@@ -1,4 +1,5 @@
-// Which parameters a step uses: found in the graph before backward, and agreed on by all ranks after it.
+// Which parameters a step uses: found in the graph before backward, and agreed on by all ranks after it. Internal to
+// ddp.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,9 +31,13 @@ class UsedMap {
   bool is_used(std::size_t parameter);
   /// By this rank, before the marks are added up.
   bool is_marked(std::size_t parameter) const;
-  /// Waits for what is under way. All ranks end a step with it, so that no sum meets the next one.
+  /// Waits for what is under way: is_used() does not fail afterwards.
+  void wait();
+  /// The step is over. All ranks end one with it, so that no sum meets the next one.
   void finish();
   void clear();
+  /// No mark is set, and what is under way meets none that will be.
+  void give_up();
 
  private:
   void fetch();
@@ -41,6 +46,23 @@ class UsedMap {
   at::Tensor on_device_;  // what is summed
   Pending pending_;
   bool is_under_way_ = false;
+};
+
+/// What a reducer knows of unused parameters, from step to step.
+struct UnusedParameters {
+  UnusedParameters(std::size_t parameters, c10::Device device) : used(parameters, device) {}
+
+  /// Of a step: those that a backward from `outputs` would not reach.
+  void search(const std::vector<at::Tensor>& outputs,
+              const std::unordered_map<const torch::autograd::Node*, std::size_t>& accumulators);
+  bool contains(std::size_t parameter) const;
+
+  std::vector<std::size_t> of_step = {};  // in order
+  bool is_same_in_all_steps = true;
+  UsedMap used;
+
+ private:
+  bool has_searched_ = false;
 };
 
 }  // namespace lockstep::detail

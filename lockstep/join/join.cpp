@@ -94,8 +94,12 @@ void Join::check_same_settings(const JoinTally& tally) const {
               "All ranks must give the same settings.");
 }
 
+std::size_t Join::position_of(const Joinable& joinable) const {
+  return std::find(joinables_.begin(), joinables_.end(), &joinable) - joinables_.begin();
+}
+
 void Join::check_begun(const Joinable& joinable) {
-  const auto position = std::find(joinables_.begin(), joinables_.end(), &joinable) - joinables_.begin();
+  const auto position = position_of(joinable);
   TORCH_CHECK(begun_[position] < report_.own_iterations, who(), ": joinable ", quoted(joinable), " at position ",
               position, " began an iteration before ", quoted(*joinables_[0]), " at position 0 did. List joinables in ",
               "the order in which an iteration uses them, each once per iteration.");
@@ -167,20 +171,32 @@ void Join::mirror_others() {
   }
 }
 
+bool Join::has_step() const {
+  bool is_asked = false;
+  for (std::size_t i = 0; i < joinables_.size(); ++i) {
+    if (joinables_[i]->join_phase() != JoinPhase::kGradients) continue;
+    is_asked = true;
+    const auto& own = own_tallies_[i];
+    if ((own.is_open() ? own : tally_).reducing_count() > 0) return true;
+  }
+  return !is_asked && tally_.reducing_count() > 0;
+}
+
 void Join::mirror_iteration() {
-  // Local backwards, as under no_sync(), and evaluations are followed by no step.
-  const bool has_step = tally_.reducing_count() > 0;
+  own_tallies_.assign(joinables_.size(), JoinTally());
   bool is_prepared = false;
   const auto prepare_step = [&] {
     if (!std::exchange(is_prepared, true) && settings_.before_mirrored_step) settings_.before_mirrored_step();
   };
   for (std::size_t i = 0; i < hooks_.size(); ++i) {
-    const bool is_step = joinables_[i]->join_phase() == JoinPhase::kStep;
-    if (is_step && !has_step) continue;
-    if (is_step) prepare_step();
+    if (joinables_[i]->join_phase() == JoinPhase::kStep) {
+      // Those that reduce gradients stand before it, so their hooks have told what they know.
+      if (!has_step()) continue;
+      prepare_step();
+    }
     hooks_[i]->main_hook();
   }
-  if (!has_step) return;
+  if (!has_step()) return;
   prepare_step();
   if (settings_.on_mirrored_step) settings_.on_mirrored_step();
 }
@@ -287,7 +303,9 @@ JoinTally Join::own_tally(Joinable& joinable, const JoinVote& vote) {
   auto* scope = joinable.scope_;
   if (scope == nullptr || scope->stage_ == Stage::kPost) return {};
   const bool is_live = scope->stage_ == Stage::kOpen;
-  return scope->send({.is_live = is_live, .will_reduce = is_live && vote.will_reduce}, detail::Sending::kAsync);
+  auto tally = scope->send({.is_live = is_live, .will_reduce = is_live && vote.will_reduce}, detail::Sending::kAsync);
+  if (!is_live) scope->own_tallies_[scope->position_of(joinable)] = tally;
+  return tally;
 }
 
 int Join::authoritative_rank(const Joinable& joinable) {

@@ -70,8 +70,8 @@ class Join {
   static JoinTally current_tally(const Joinable& joinable);
 
   /// A message beside the control message, for a joinable that is not the first and whose mirror must know its vote: in
-  /// forward on live ranks, which do not wait, and in main_hook() on joined ones. Collective. Empty outside an enabled
-  /// scope.
+  /// forward on live ranks, which do not wait, and in main_hook() on joined ones. For a joinable of
+  /// JoinPhase::kGradients it also says whether a step follows. Collective. Empty outside an enabled scope.
   static JoinTally own_tally(Joinable& joinable, const JoinVote& vote = {});
 
   /// Whether joined ranks do what live ones do between backward and step(): JoinSettings::before_mirrored_step is
@@ -87,12 +87,16 @@ class Join {
 
   void check_list() const;
   void check_same_settings(const JoinTally& tally) const;
+  std::size_t position_of(const Joinable& joinable) const;
   void check_begun(const Joinable& joinable);
   JoinTally begin_iteration(Joinable& joinable, const JoinVote& vote);
   JoinTally send(const detail::ControlFlags& flags, detail::Sending sending) const;
   bool is_attentive() const;
   void mirror_others();
   void mirror_iteration();
+  /// Whether the iteration that is mirrored ends with a step: some joinable that reduces gradients does so. Local
+  /// backwards, as under no_sync(), and evaluations are followed by none. Known when those joinables' hooks have run.
+  bool has_step() const;
   void warn_of_skew();
   void run_post_hooks();
   /// Reads tallies of own iterations: all of them, or those that cost no wait.
@@ -115,9 +119,10 @@ class Join {
   Stage stage_ = Stage::kOpen;
   std::string stop_reason_;  // not empty once all ranks have stopped early
   JoinTally tally_;
-  std::deque<JoinTally> unread_;  // of own iterations, oldest first
-  std::vector<int64_t> begun_;    // iterations by joinable
-  std::optional<int> last_live_;  // highest live rank of the last iteration read
+  std::vector<JoinTally> own_tallies_;  // in a mirrored iteration, of those joinables whose hooks asked for one
+  std::deque<JoinTally> unread_;        // of own iterations, oldest first
+  std::vector<int64_t> begun_;          // iterations by joinable
+  std::optional<int> last_live_;        // highest live rank of the last iteration read
   JoinReport report_;
 };
 

@@ -38,7 +38,8 @@ struct JoinConfig {
 };
 
 /// When in an iteration a joinable communicates. Scopes refuse lists in which a kStep stands before a kGradients: its
-/// collectives come later, and the ranks would never meet.
+/// collectives come later, and the ranks would never meet. Where there are some of kGradients, their votes alone decide
+/// whether joined ranks run the hooks of kStep.
 enum class JoinPhase { kAny, kGradients, kStep };
 
 /// Calls Join::notify(*this) in every iteration before its own collectives. Belongs to one scope at a time and must

@@ -8,6 +8,7 @@
 #include "lockstep/base/str.h"
 #include "lockstep/comm/failure_notice.h"
 #include "lockstep/comm/world.h"
+#include "lockstep/ddp/engine.h"
 #include "lockstep/join/join.h"
 #include "lockstep/zero/element_slices.h"
 #include "lockstep/zero/overlap.h"

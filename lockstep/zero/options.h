@@ -9,10 +9,12 @@
 #include <vector>
 
 #include "lockstep/comm/group.h"
-#include "lockstep/ddp/engine.h"
 #include "lockstep/zero/partition.h"
 
 namespace lockstep {
+
+class DdpBase;
+class DdpEngine;
 
 /// What is divided among the ranks. Parameters end up the same in all stages.
 enum class ZeroStage {
@@ -29,7 +31,7 @@ enum class ZeroStage {
 class DdpReference {
  public:
   DdpReference() = default;
-  DdpReference(WrapsEngine auto& ddp) : engine_(ddp.engine().weak_from_this()) {}  // NOLINT: meant to be implicit
+  DdpReference(const DdpBase& ddp);  // NOLINT: meant to be implicit
 
   std::shared_ptr<DdpEngine> engine() const { return engine_.lock(); }
 

@@ -53,10 +53,10 @@ void ZeroOverlap::attach(DdpEngine& ddp, bool shard_buckets) {
   ddp_ = ddp.shared_from_this();
   ddp_group_ = ddp.group();
   is_attached_ = true;
-  reducer.set_consumer([self = shared_from_this(), &reducer](std::size_t index, const at::Tensor&) {
+  reducer.set_consumer({.take = [self = shared_from_this(), &reducer](std::size_t index, const at::Tensor&) {
     self->used_.insert(reducer.parameters()[index].unsafeGetTensorImpl());
     return false;
-  });
+  }});
   reducer.set_finish_listener([self = shared_from_this()] { self->on_reduced(); });
 }
 

@@ -3,16 +3,17 @@
 #include <c10/util/Exception.h>
 
 #include "lockstep/base/str.h"
+#include "lockstep/ddp/ddp_base.h"
 #include "lockstep/zero/overlap.h"
 
 namespace lockstep {
 namespace {
 
-CommHook made(const char* name, const CommHook& hook, DdpEngine& ddp, ZeroOptimizer& zero, bool shard_buckets,
+CommHook made(const char* name, const CommHook& hook, DdpBase& ddp, ZeroOptimizer& zero, bool shard_buckets,
               detail::OverlapForm form) {
   TORCH_CHECK(hook.run, "[lockstep/zero] ", name, " was given no hook");
   auto& overlap = zero.overlap_for(name);
-  overlap.attach(ddp, shard_buckets);
+  overlap.attach(ddp.engine(), shard_buckets);
   return {.name = str(name, "(", hook.name, ")"),
           .run =
               [overlap = overlap.shared_from_this(), inner = hook.run, form](GradBucket& bucket) {
@@ -26,12 +27,11 @@ CommHook made(const char* name, const CommHook& hook, DdpEngine& ddp, ZeroOptimi
 
 }  // namespace
 
-CommHook hook_with_zero_step(const CommHook& hook, DdpEngine& ddp, ZeroOptimizer& zero, bool shard_buckets) {
+CommHook hook_with_zero_step(const CommHook& hook, DdpBase& ddp, ZeroOptimizer& zero, bool shard_buckets) {
   return made("hook_with_zero_step", hook, ddp, zero, shard_buckets, detail::OverlapForm::kAfterLastBucket);
 }
 
-CommHook hook_with_zero_step_interleaved(const CommHook& hook, DdpEngine& ddp, ZeroOptimizer& zero,
-                                         bool shard_buckets) {
+CommHook hook_with_zero_step_interleaved(const CommHook& hook, DdpBase& ddp, ZeroOptimizer& zero, bool shard_buckets) {
   return made("hook_with_zero_step_interleaved", hook, ddp, zero, shard_buckets, detail::OverlapForm::kInterleaved);
 }
 

@@ -10,7 +10,6 @@
 #pragma once
 
 #include "lockstep/ddp/comm_hook.h"
-#include "lockstep/ddp/engine.h"
 #include "lockstep/zero/optimizer.h"
 
 namespace lockstep {
@@ -19,20 +18,12 @@ namespace lockstep {
 /// rank's shard and the broadcast of all shards. Backward ends when all parameters are there. With `shard_buckets`
 /// shards are some parameters of a bucket, which divides state more evenly; else whole buckets. `ddp` is not kept
 /// alive; `zero` must have been made with overlap_with_ddp and live as long as backwards run.
-CommHook hook_with_zero_step(const CommHook& hook, DdpEngine& ddp, ZeroOptimizer& zero, bool shard_buckets = false);
-CommHook hook_with_zero_step(const CommHook& hook, WrapsEngine auto& ddp, ZeroOptimizer& zero,
-                             bool shard_buckets = false) {
-  return hook_with_zero_step(hook, ddp.engine(), zero, shard_buckets);
-}
+CommHook hook_with_zero_step(const CommHook& hook, DdpBase& ddp, ZeroOptimizer& zero, bool shard_buckets = false);
 
 /// As hook_with_zero_step, with a bucket's step and broadcasts when the next bucket has been launched: better if
 /// communication is fast. With find_unused_parameters both do all of it at the end of backward, when it is known which
 /// parameters no rank has used.
-CommHook hook_with_zero_step_interleaved(const CommHook& hook, DdpEngine& ddp, ZeroOptimizer& zero,
+CommHook hook_with_zero_step_interleaved(const CommHook& hook, DdpBase& ddp, ZeroOptimizer& zero,
                                          bool shard_buckets = false);
-CommHook hook_with_zero_step_interleaved(const CommHook& hook, WrapsEngine auto& ddp, ZeroOptimizer& zero,
-                                         bool shard_buckets = false) {
-  return hook_with_zero_step_interleaved(hook, ddp.engine(), zero, shard_buckets);
-}
 
 }  // namespace lockstep

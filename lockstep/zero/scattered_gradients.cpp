@@ -22,7 +22,6 @@ ScatteredGradients::ScatteredGradients(std::vector<Cut> cuts, std::vector<int64_
 }
 
 void ScatteredGradients::launch(std::size_t bucket, const at::Tensor& buffer) {
-  is_in_backward_ = true;
   auto& slice = slices_[bucket];
   const at::NoGradGuard no_grad;
   if (has_any_) slice.arriving = at::empty_like(slice.gradients);
@@ -30,35 +29,31 @@ void ScatteredGradients::launch(std::size_t bucket, const at::Tensor& buffer) {
   slice.reduction = launch_reduce_scatter_tensor(target, buffer.narrow(0, 0, cuts_[bucket].plan.padded()), group_);
 }
 
-void ScatteredGradients::finish(std::size_t bucket) {
+void ScatteredGradients::wait_for(std::size_t bucket) {
   auto& slice = slices_[bucket];
   slice.reduction->wait();
   slice.reduction.reset();
-  if (!slice.arriving.defined()) return;
-  const at::NoGradGuard no_grad;
-  slice.gradients.add_(slice.arriving);
-  slice.arriving.reset();
 }
 
 void ScatteredGradients::end_backward(const std::vector<bool>& is_used) {
+  const at::NoGradGuard no_grad;
+  for (auto& slice : slices_) {
+    if (slice.arriving.defined()) slice.gradients.add_(slice.arriving);
+    slice.arriving.reset();
+  }
   for (std::size_t i = 0; i < is_used.size(); ++i) {
     if (is_used[i]) has_[optimizer_indices_[i]] = true;
   }
   has_any_ = true;
-  is_in_backward_ = false;
 }
 
-void ScatteredGradients::forget() {
-  if (!is_in_backward_) return;
-  is_in_backward_ = false;
+void ScatteredGradients::give_up() {
   for (auto& slice : slices_) {
-    // What is under way may still be written.
-    if (slice.reduction) slice.gradients = at::empty_like(slice.gradients);
+    // What is under way may still be written. Gradients are written directly only if there were none.
+    if (slice.reduction && !slice.arriving.defined()) slice.gradients = at::empty_like(slice.gradients);
     slice.reduction.reset();
     slice.arriving.reset();
   }
-  // Some buckets were added to what was there, others not.
-  drop();
 }
 
 void ScatteredGradients::drop() {

@@ -33,14 +33,14 @@ class ScatteredGradients final : public GradientScatter {
 
   int64_t buffer_elements(std::size_t bucket) const override { return cuts_[bucket].plan.padded(); }
   void launch(std::size_t bucket, const at::Tensor& buffer) override;
-  void finish(std::size_t bucket) override;
+  void wait_for(std::size_t bucket) override;
   void end_backward(const std::vector<bool>& is_used) override;
-  void forget() override;
+  void give_up() override;
 
  private:
   struct Slice {
     at::Tensor gradients = {};
-    at::Tensor arriving = {};  // if there are gradients to add to
+    at::Tensor arriving = {};  // in a backward, if there are gradients to add to
     std::optional<Pending> reduction = std::nullopt;
   };
 
@@ -50,7 +50,6 @@ class ScatteredGradients final : public GradientScatter {
   std::vector<Slice> slices_;
   std::vector<bool> has_;  // by the optimizer's indices
   bool has_any_ = false;
-  bool is_in_backward_ = false;
 };
 
 }  // namespace lockstep::detail

@@ -5,10 +5,14 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "lockstep/ddp/ddp_base.h"
+#include "lockstep/ddp/engine.h"
 #include "lockstep/zero/element_slices.h"
 #include "lockstep/zero/optimizer.h"
 
 namespace lockstep {
+
+DdpReference::DdpReference(const DdpBase& ddp) : engine_(ddp.shared_engine()) {}
 
 std::unique_ptr<detail::Division> ZeroOptimizer::shard_gradients() {
   const auto ddp = options_.ddp.engine();

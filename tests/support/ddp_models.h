@@ -9,6 +9,7 @@
 #include <torch/optim/sgd.h>
 
 #include "lockstep/ddp/distributed_data_parallel.h"
+#include "lockstep/ddp/engine.h"
 #include "lockstep/lockstep.h"
 #include "lockstep/testing/gtest.h"
 #include "lockstep/testing/recorder.h"

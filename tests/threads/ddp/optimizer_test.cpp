@@ -67,6 +67,31 @@ LOCKSTEP_THREAD_TEST(DdpOptimizerInBackward, StepsWithTheMean, 2) {
   }
 }
 
+// DDP-87: a bucket that has arrived, with all before it, is used while backward still computes other gradients.
+LOCKSTEP_THREAD_TEST(DdpOptimizerInBackward, StepsWhileBackwardRuns, 2) {
+  const auto batch = random_batch(8, 4, 2);
+  const std::vector<int64_t> sizes = {4, 3, 3, 2};
+  for (const bool as_view : {false, true}) {
+    auto model = mlp(sizes);
+    DistributedDataParallel ddp(model, world.group(), {.bucket_cap_mb = 0, .gradient_as_bucket_view = as_view});
+    ddp.register_fused_optim(make_sgd);
+    ddp(my_rows(batch, world)).pow(2).mean().backward();  // one bucket
+    const auto before = model->layers[2]->weight.clone();
+    bool has_stepped = false;
+    // When all ranks are here, the last layer's buckets have arrived; the next gradient looks at them.
+    model->layers[1]->weight.register_hook([&](const at::Tensor&) { barrier(world.group()); });
+    model->layers[0]->weight.register_hook(
+        [&](const at::Tensor&) { has_stepped = !at::equal(model->layers[2]->weight, before); });
+    for (int step = 1; step < 4; ++step) {
+      has_stepped = false;
+      ddp(my_rows(batch, world)).pow(2).mean().backward();
+      EXPECT_TRUE(has_stepped) << "step " << step;
+      for (const auto& parameter : model->parameters()) EXPECT_FALSE(parameter.grad().defined());
+    }
+    expect_close(model->parameters(), trained(sizes, batch, 4));
+  }
+}
+
 // DDP-88: a parameter nobody used is not stepped, though its optimizer has momentum.
 LOCKSTEP_THREAD_TEST(DdpOptimizerInBackward, LeavesUnusedParametersAlone, 2) {
   auto model = seeded(Branchy());

@@ -310,5 +310,47 @@ TEST(ZeroJoin, RefusesClippingThatJoinedRanksWouldNotDo) {
       {2});
 }
 
+/// Steps after every second backward, and an evaluation in between, with different numbers of inputs. Another joinable
+/// stands first, if there is one.
+std::vector<at::Tensor> train_uneven(const World& world, AllReducer* first) {
+  DistributedDataParallel ddp(ddp_models::mlp({4, 3, 2}), world.group(), {.bucket_cap_mb = 0});
+  Zero optimizer(ddp.parameters(), SGDOptions(0.1).momentum(0.9), world.group());
+  const auto forward = [&](int i) {
+    if (first != nullptr) (*first)();
+    return ddp(ddp_models::random_batch(2, 4, 10 * i + world.rank()));
+  };
+  int steps_before = 0;
+  std::vector<Joinable*> joinables = {&ddp, &optimizer};
+  if (first != nullptr) joinables.insert(joinables.begin(), first);
+  const auto report = Join(joinables, {.before_mirrored_step = [&] { ++steps_before; }}).run([&] {
+    for (int i = 0; i < 2 + world.rank(); ++i) {
+      optimizer.zero_grad();
+      {
+        const auto local = ddp.no_sync();
+        forward(2 * i).pow(2).mean().backward();
+      }
+      {
+        const at::NoGradGuard no_grad;
+        forward(100);
+      }
+      forward(2 * i + 1).pow(2).mean().backward();
+      optimizer.step();
+    }
+  });
+  // Of the three iterations around a step one has it.
+  EXPECT_EQ(report.mirrored_iterations, 3 * (world.world_size() - 1 - world.rank()));
+  EXPECT_EQ(3 * steps_before, report.mirrored_iterations);
+  std::vector<at::Tensor> trained;
+  for (const auto& parameter : ddp.parameters()) trained.push_back(parameter.detach().clone());
+  return trained;
+}
+
+// JOIN-44: whether there is a step is what DDP says of its backward, wherever it stands in the list.
+LOCKSTEP_THREAD_TEST(ZeroJoin, HasAVoteForEachJoinable, 3) {
+  const auto expected = train_uneven(world, nullptr);
+  AllReducer user(world.group(), "user's");
+  expect_same(train_uneven(world, &user), expected, "a joinable before DDP");
+}
+
 }  // namespace
 }  // namespace lockstep

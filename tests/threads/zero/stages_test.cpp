@@ -1,6 +1,7 @@
 // One option from plain data parallelism to sharded gradients: the same parameters, and less memory.
 #include "lockstep/optim/clip_grad.h"
 #include "lockstep/optim/grad_scaler.h"
+#include "lockstep/testing/interpose.h"
 #include "lockstep/testing/memory_probe.h"
 #include "lockstep/zero/streaming.h"
 #include "tests/support/ddp_models.h"
@@ -546,6 +547,34 @@ TEST(ZeroStages, GoOnAfterABackwardThatFailed) {
         zero.step();
         plain.step();
         expect_same(ddp.parameters(), expected.parameters(), "", bits_or_close(world));
+      },
+      {2}, {"threads", "shm"});
+}
+
+// ZERO-67: of a reduction that failed nothing is added to what earlier backwards left, and the step can be repeated.
+TEST(ZeroStages, RepeatABackwardWhoseReductionFailed) {
+  on_ranks(
+      [](const World& world) {
+        DistributedDataParallel ddp(mlp(kSizes), small_buckets(world));
+        Zero zero(ddp.parameters(), adamw(), at_stage(ZeroStage::kGradients, ddp));
+        DistributedDataParallel expected_ddp(mlp(kSizes), small_buckets(world));
+        Zero expected(expected_ddp.parameters(), adamw(), at_stage(ZeroStage::kGradients, expected_ddp));
+        for (int step = 0; step < 3; ++step) {
+          for (int i = 0; i < 2; ++i) {
+            if (step == 1) {
+              const auto failing = testing::fail_call(CallKind::kReduceScatterSingle, 1, "no way out");
+              expect_error([&] { loss_of(ddp, world, 2 * step + i).backward(); }, {"no way out"});
+              for (const auto& parameter : ddp.parameters()) parameter.mutable_grad().reset();
+            }
+            loss_of(ddp, world, 2 * step + i).backward();
+            loss_of(expected_ddp, world, 2 * step + i).backward();
+          }
+          zero.step();
+          zero.zero_grad();
+          expected.step();
+          expected.zero_grad();
+        }
+        expect_same(ddp.parameters(), expected_ddp.parameters(), "", bits_or_close(world));
       },
       {2}, {"threads", "shm"});
 }

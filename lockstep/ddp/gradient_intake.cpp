@@ -1,0 +1,152 @@
+#include "lockstep/ddp/gradient_intake.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/searchsorted.h>
+#include <ATen/ops/sparse_coo_tensor.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/GradMode.h>
+
+#include "lockstep/base/str.h"
+#include "lockstep/nn/gradient_copy.h"
+
+namespace lockstep::detail {
+
+void GradientIntake::check_gradient(const Bucket& bucket, std::size_t place, const at::Tensor& grad) {
+  const auto& view = bucket.view(place);
+  const auto& name = setup_.name_of(bucket.parameter_index(place));
+  if (grad.layout() != at::kStrided) {
+    setup_.fail(str(setup_.who(), ": parameter '", name, "' got a sparse gradient, which was not expected. Only ",
+                    "Embedding and EmbeddingBag with sparse(true) may have them."));
+  }
+  if (grad.scalar_type() != view.scalar_type()) {
+    setup_.fail(str(setup_.who(), ": gradient of parameter '", name, "' is ", c10::toString(grad.scalar_type()),
+                    ", but its bucket holds ", c10::toString(view.scalar_type()), "."));
+  }
+  if (has_warned_of_strides_ || grad.strides() == view.strides() || grad.numel() <= 1) return;
+  // Strides of dims of one element mean nothing.
+  for (int64_t dim = 0; dim < grad.dim(); ++dim) {
+    if (grad.size(dim) == 1 || grad.stride(dim) == view.stride(dim)) continue;
+    has_warned_of_strides_ = true;
+    TORCH_WARN(setup_.who(), ": gradient of parameter '", name, "' has strides [", join(grad.strides(), ", "),
+               "], its bucket [", join(view.strides(), ", "), "]: the copy is slower than it could be.");
+    return;
+  }
+}
+
+void GradientIntake::take(Bucket& bucket, std::size_t place, const StepTerms& terms, GradientSink& sink) {
+  sink.attach_buffer(bucket);
+  bucket.is_sparse() ? take_sparse(bucket, terms) : take_dense(bucket, place, terms, sink);
+}
+
+void GradientIntake::take_dense(Bucket& bucket, std::size_t place, const StepTerms& terms, const GradientSink& sink) {
+  const bool has_graph = c10::GradMode::is_enabled();
+  const at::NoGradGuard no_grad;
+  const auto& view = bucket.view(place);
+  terms.access.with_gradient(bucket.parameter(place), [&](at::Tensor& grad) {
+    if (!grad.defined()) {
+      if (!terms.is_identity) view.zero_();
+      return false;
+    }
+    check_gradient(bucket, place, grad);
+    if (terms.is_identity) return false;
+    if (terms.excludes_own) {
+      view.zero_();
+    } else if (grad.is_alias_of(view)) {
+      if (terms.scale != 1) view.mul_(terms.scale);
+      return false;
+    } else if (setup_.options.batched_grad_copy && !has_graph) {
+      bucket.progress.deferred.emplace_back(place, grad);
+    } else {
+      copy_scaled(view, grad, terms.scale);
+    }
+    return sink.replace_gradient(grad, view);
+  });
+}
+
+void GradientIntake::copy_deferred(Bucket& bucket, const StepTerms& terms) {
+  auto& deferred = bucket.progress.deferred;
+  if (deferred.empty()) return;
+  const at::NoGradGuard no_grad;
+  if (deferred.size() == bucket.size()) {
+    std::vector<at::Tensor> to;
+    std::vector<at::Tensor> from;
+    for (const auto& [place, grad] : deferred) {
+      to.push_back(bucket.view(place));
+      from.push_back(grad);
+    }
+    copy_all_scaled(to, from, bucket.buffer(), terms.scale);
+  } else {
+    // The others are in place already, divided.
+    for (const auto& [place, grad] : deferred) copy_scaled(bucket.view(place), grad, terms.scale);
+  }
+  deferred.clear();
+}
+
+at::Tensor GradientIntake::over_known_rows(const at::Tensor& gradient, const at::Tensor& rows,
+                                           const std::string& name) const {
+  auto sizes = gradient.sizes().vec();
+  sizes[0] = rows.numel();
+  const auto places = at::searchsorted(rows, gradient.indices());
+  const bool has_rows = rows.numel() > 0 || places.numel() == 0;
+  if (!has_rows || !at::equal(rows.index({places[0].clamp_max(rows.numel() - 1)}), gradient.indices()[0])) {
+    setup_.fail(str(setup_.who(), ": the sparse gradient of parameter '", name, "' has rows that its sparse metadata ",
+                    "lacks. Set the rows of all ranks together, sorted."));
+  }
+  auto dense = at::zeros(sizes, gradient.values().options());
+  dense.index_add_(0, places[0], gradient.values());
+  return dense;
+}
+
+void GradientIntake::take_sparse(Bucket& bucket, const StepTerms& terms) {
+  const at::NoGradGuard no_grad;
+  const auto& name = setup_.name_of(bucket.parameter_index(0));
+  terms.access.with_gradient(bucket.parameter(0), [&](at::Tensor& grad) {
+    if (!grad.defined() || !grad.is_sparse()) {
+      setup_.fail(str(setup_.who(), ": parameter '", name, "' belongs to a layer with sparse gradients, but got ",
+                      grad.defined() ? "a dense one" : "none", "."));
+    }
+    auto gradient = grad;
+    std::optional<at::Tensor> rows;
+    if (!terms.sparse_metadata.empty()) {
+      const auto found = terms.sparse_metadata.find(name);
+      if (found == terms.sparse_metadata.end()) {
+        setup_.fail(str(setup_.who(), ": sparse metadata was set, but not for parameter '", name, "'."));
+      }
+      rows = found->second.to(at::kLong).to(grad.device());
+      // Dense over the rows all ranks have together: a plain sum will do.
+      gradient = over_known_rows(grad.coalesce(), *rows, name);
+    }
+    if (terms.excludes_own) {
+      gradient = at::zeros_like(gradient);
+    } else if (terms.scale != 1) {
+      gradient = gradient.mul(terms.scale);
+    }
+    bucket.set_sparse_gradient(gradient, rows);
+    return false;
+  });
+}
+
+void GradientIntake::take_zeros(Bucket& bucket, const StepTerms& terms, GradientSink& sink) {
+  sink.attach_buffer(bucket);
+  if (!bucket.is_sparse()) {
+    bucket.buffer().zero_();
+    if (!setup_.options.gradient_as_bucket_view) return;
+    // Local steps may have left gradients of their own.
+    for (std::size_t place = 0; place < bucket.size(); ++place) {
+      terms.access.with_gradient(bucket.parameter(place), [&](at::Tensor& grad) {
+        grad = bucket.view(place);
+        return true;
+      });
+    }
+    return;
+  }
+  const auto& parameter = bucket.parameter(0);
+  auto no_rows = parameter.sizes().vec();
+  no_rows[0] = 0;
+  bucket.set_sparse_gradient(at::sparse_coo_tensor(at::empty({1, 0}, parameter.options().dtype(at::kLong)),
+                                                   at::empty(no_rows, parameter.options()), parameter.sizes()),
+                             std::nullopt);
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,36 @@
+// Copies gradients into buckets when backward has computed them, divided. Internal to ddp.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+
+#include "lockstep/ddp/bucket.h"
+#include "lockstep/ddp/gradient_sink.h"
+#include "lockstep/ddp/reducer_setup.h"
+
+namespace lockstep::detail {
+
+class GradientIntake {
+ public:
+  /// `setup` outlives it.
+  explicit GradientIntake(const ReducerSetup& setup) : setup_(setup) {}
+
+  /// The gradient of the member at `place` is there; throws, naming the parameter, if it is none for this bucket.
+  void take(Bucket& bucket, std::size_t place, const StepTerms& terms, GradientSink& sink);
+  /// A gradient of zeros for every member; a bucket of views is where .grad is afterwards.
+  void take_zeros(Bucket& bucket, const StepTerms& terms, GradientSink& sink);
+  /// The bucket is full: copies what was put off, all at once.
+  void copy_deferred(Bucket& bucket, const StepTerms& terms);
+
+ private:
+  void take_dense(Bucket& bucket, std::size_t place, const StepTerms& terms, const GradientSink& sink);
+  void take_sparse(Bucket& bucket, const StepTerms& terms);
+  at::Tensor over_known_rows(const at::Tensor& gradient, const at::Tensor& rows, const std::string& name) const;
+  void check_gradient(const Bucket& bucket, std::size_t place, const at::Tensor& grad);
+
+  const ReducerSetup& setup_;
+  bool has_warned_of_strides_ = false;
+};
+
+}  // namespace lockstep::detail

@@ -1,0 +1,140 @@
+// Steps that fail on the way to their gradients, and are repeated.
+#include "lockstep/testing/interpose.h"
+#include "tests/support/ddp_models.h"
+
+namespace lockstep {
+namespace {
+
+using namespace ddp_models;
+using testing::expect_error;
+
+const std::vector<int64_t> kSizes = {4, 3, 3, 2};
+
+void use_a_bucket_per_layer(auto& ddp) {
+  const auto parameters = ddp.bucket_plan().parameters();
+  ddp.use_plan(BucketPlan(parameters, {{.parameters = {4, 5}}, {.parameters = {2, 3}}, {.parameters = {0, 1}}}));
+}
+
+/// Trains for some steps; `attempt(step, run)` runs each, and may let it fail before.
+template <class Ddp>
+std::vector<at::Tensor> train(Ddp& ddp, const World& world,
+                              const std::function<void(int step, const std::function<void()>& run)>& attempt) {
+  torch::optim::SGD optimizer(ddp.parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  for (int step = 0; step < 4; ++step) {
+    attempt(step, [&] {
+      optimizer.zero_grad();
+      ddp(my_rows(random_batch(8, kSizes[0], step), world)).pow(2).mean().backward();
+    });
+    optimizer.step();
+  }
+  return ddp.parameters();
+}
+
+std::vector<at::Tensor> trained_without_failure(const World& world, const DdpOptions& options) {
+  DistributedDataParallel ddp(mlp(kSizes), world.group(), options);
+  use_a_bucket_per_layer(ddp);
+  return train(ddp, world, [](int, const auto& run) { run(); });
+}
+
+void expect_equal(const std::vector<at::Tensor>& actual, const std::vector<at::Tensor>& expected) {
+  for (std::size_t i = 0; i < actual.size(); ++i) EXPECT_TRUE(at::equal(actual[i], expected[i])) << "tensor " << i;
+}
+
+/// Gradients are what this rank alone computes: of all parameters, or of those that got one.
+void expect_local_gradients(const torch::nn::Module& module, Mlp local, const at::Tensor& rows, bool of_all) {
+  local->forward(rows).pow(2).mean().backward();
+  const auto expected = gradients_of(*local);
+  const auto actual = gradients_of(module);
+  std::size_t defined = 0;
+  for (std::size_t i = 0; i < actual.size(); ++i) {
+    if (!actual[i].defined()) continue;
+    EXPECT_TRUE(at::allclose(actual[i], expected[i])) << "parameter " << i;
+    ++defined;
+  }
+  of_all ? EXPECT_EQ(defined, actual.size()) : EXPECT_GT(defined, 0U);
+}
+
+Mlp copy_of(const Mlp& model) {
+  auto copy = mlp(kSizes);
+  const at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < copy->parameters().size(); ++i) copy->parameters()[i].copy_(model->parameters()[i]);
+  return copy;
+}
+
+// DDP-65: what a hook launched fails when it is waited for, the second bucket of three.
+LOCKSTEP_THREAD_TEST(DdpRepeat, ABucketThatDoesNotArriveLeavesLocalGradients, 2) {
+  for (const bool as_view : {false, true}) {
+    const DdpOptions options = {.gradient_as_bucket_view = as_view};
+    const auto expected = trained_without_failure(world, options);
+    DistributedDataParallel ddp(mlp(kSizes), world.group(), options);
+    use_a_bucket_per_layer(ddp);
+    bool fails = false;
+    ddp.register_comm_hook([&](GradBucket& bucket) {
+      const auto mean =
+          then(all_reduce_future(bucket.buffer(), world.group()), [](const at::Tensor& sum) { return sum / 2; });
+      if (!fails || bucket.index() != 1) return mean;
+      mean->wait();
+      auto lost = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+      lost->setError(std::make_exception_ptr(std::runtime_error("lost on the way")));
+      return lost;
+    });
+    const auto actual = train(ddp, world, [&](int step, const auto& run) {
+      if (step == 2) {
+        fails = true;
+        expect_error(run, {"bucket 1", "lost on the way"});
+        fails = false;
+        const auto rows = my_rows(random_batch(8, kSizes[0], step), world);
+        if (!as_view) expect_local_gradients(*ddp.module(), copy_of(ddp.module()), rows, /*of_all=*/true);
+        // As views some would be sums and others not: there are none.
+        for (const auto& parameter : ddp.parameters()) EXPECT_NE(parameter.grad().defined(), as_view);
+      }
+      run();
+    });
+    expect_equal(actual, expected);
+  }
+}
+
+// DDP-65: the second of three launches fails, in the middle of backward.
+LOCKSTEP_THREAD_TEST(DdpRepeat, ABucketThatCannotBeLaunchedLeavesLocalGradients, 2) {
+  for (const bool as_view : {false, true}) {
+    for (const bool searches : {false, true}) {
+      const DdpOptions options = {.find_unused_parameters = searches, .gradient_as_bucket_view = as_view};
+      const auto expected = trained_without_failure(world, options);
+      DistributedDataParallel ddp(mlp(kSizes), world.group(), options);
+      use_a_bucket_per_layer(ddp);
+      const auto actual = train(ddp, world, [&](int step, const auto& run) {
+        if (step == 1) {
+          {
+            const auto failing = testing::fail_call(CallKind::kAllReduce, 1, "no way out");
+            expect_error(run, {"no way out"});
+          }
+          const auto rows = my_rows(random_batch(8, kSizes[0], step), world);
+          if (!as_view) expect_local_gradients(*ddp.module(), copy_of(ddp.module()), rows, /*of_all=*/false);
+          EXPECT_FALSE(ddp.engine().reducer()->is_armed());
+        }
+        run();
+      });
+      expect_equal(actual, expected);
+    }
+  }
+}
+
+// The first backward of a static graph counts: one that failed must not be counted.
+LOCKSTEP_THREAD_TEST(DdpRepeat, AFirstStepOfAStaticGraphCanFail, 2) {
+  const DdpOptions options = {.static_graph = true};
+  const auto expected = trained_without_failure(world, options);
+  DistributedDataParallel ddp(mlp(kSizes), world.group(), options);
+  use_a_bucket_per_layer(ddp);
+  const auto actual = train(ddp, world, [&](int step, const auto& run) {
+    if (step == 0) {
+      // After the marks of what is used come the buckets.
+      const auto failing = testing::fail_call(CallKind::kAllReduce, 2, "no way out");
+      expect_error(run, {"no way out"});
+    }
+    run();
+  });
+  expect_equal(actual, expected);
+}
+
+}  // namespace
+}  // namespace lockstep
