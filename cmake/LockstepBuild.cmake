@@ -17,6 +17,10 @@ function(lockstep_compile_options target)
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     # ccache needs the first to hash the headers inside a precompiled one; g++ 12 sees overlaps in "text" + string that are not there.
     target_compile_options(${target} PRIVATE -fpch-preprocess -Wno-restrict)
+    if(CMAKE_CXX_COMPILER_VERSION VERSION_GREATER_EQUAL 13)
+      # g++ 13 takes a reference into what an IValue refers to for one into the IValue.
+      target_compile_options(${target} PRIVATE -Wno-dangling-reference)
+    endif()
   endif()
   if(LOCKSTEP_SANITIZE)
     target_compile_options(${target} PRIVATE -fsanitize=${LOCKSTEP_SANITIZE} -fno-sanitize-recover=all -g1)
