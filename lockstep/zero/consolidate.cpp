@@ -8,6 +8,7 @@
 
 #include "lockstep/base/str.h"
 #include "lockstep/comm/values.h"
+#include "lockstep/ddp/engine.h"
 #include "lockstep/zero/optimizer.h"
 #include "lockstep/zero/sharding.h"
 
