@@ -11,8 +11,8 @@
 namespace {
 
 torch::nn::TransformerEncoder make_encoder(int64_t width, int64_t layers) {
-  return {torch::nn::TransformerEncoderOptions(
-      torch::nn::TransformerEncoderLayerOptions(width, 8).dim_feedforward(4 * width), layers)};
+  return torch::nn::TransformerEncoder(torch::nn::TransformerEncoderOptions(
+      torch::nn::TransformerEncoderLayerOptions(width, 8).dim_feedforward(4 * width), layers));
 }
 
 double resident_mebibytes() {
