@@ -61,12 +61,12 @@ TEST(WrappedModule, CallsWhatTookThePlaceOfForward) {
   std::vector<std::string> events;
   Wrapper wrapper{Inner(events)};
   const auto input = at::ones({2});
-  wrapper.replace_forward<at::Tensor, at::Tensor>(
-      [&](const at::Tensor& given) { return 10 * wrapper.module()->forward(given); });
+  using Forward = std::function<at::Tensor(const at::Tensor&)>;
+  wrapper.replace_forward(Forward([&](const at::Tensor& given) { return 10 * wrapper.module()->forward(given); }));
   EXPECT_TRUE(at::equal(wrapper(input), at::full({2}, -20.0)));
   EXPECT_EQ(events, (std::vector<std::string>{"pre", "enter", "forward", "leave", "post 1"}));
   expect_error([&] { wrapper(input, false); }, {"Wrapper", "was replaced by", "called as"});
-  wrapper.replace_forward<at::Tensor, at::Tensor>(nullptr);
+  wrapper.replace_forward(Forward());
   EXPECT_TRUE(at::equal(wrapper(input, false), at::full({2}, -2.0)));
 }
 
