@@ -94,10 +94,18 @@ LOCKSTEP_RANK_TEST(DefaultGroup, ServesEverythingElse, 2) {
 }
 
 // Both labels are in the message, so that a reader sees which code of which rank is out of step.
-LOCKSTEP_RANK_TEST(CallLabel, OfBothRanksIsShownIfTheyDisagree, 2) {
+void disagree(const World& world) {
   const LabelScope label(world.rank() == 0 ? CallLabel{"Join's control message"} : CallLabel{"DDP bucket", 0});
   expect_error([&] { all_reduce(at::ones({world.rank() + 1}), world.group()); },
                {"sizes", "loat[1]) of Join's control message", "loat[2]) of DDP bucket 0"});
+}
+
+TEST(CallLabel, OfBothRanksIsShownIfTheyDisagreeAsThreads) {
+  testing::run_threads_in_gtest({.world_size = 2}, disagree);
+}
+
+TEST(CallLabel, OfBothRanksIsShownIfTheyDisagreeInSharedMemory) {
+  testing::run_processes_in_gtest({.world_size = 2, .backend = "shm"}, disagree);
 }
 
 }  // namespace
