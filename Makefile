@@ -47,8 +47,8 @@ demo: configure ## train a small GPT on local ranks, a minute (RANKS=2 ARGS="--s
 	@cmake --build --preset dev -j $(JOBS) --target lockstep-run example_gpt
 	build/examples/gpt --ranks $(RANKS) $(ARGS)
 
-test: build ## build and run every test
-	ctest --preset dev -j $(JOBS)
+test: build ## build and run every test, or some: make test ARGS="-R threads_ddp"
+	ctest --preset dev -j $(JOBS) $(ARGS)
 
 bench: configure ## one benchmark beside its peers: make bench NAME=x
 	@test -n "$(NAME)" || { echo "usage: make bench NAME=x, one of: $(basename $(notdir $(wildcard benchmarks/*.cpp)))"; exit 2; }

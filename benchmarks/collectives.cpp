@@ -12,6 +12,7 @@
 #include "benchmarks/collectives/rows.h"
 #include "benchmarks/collectives/samples_line.h"
 #include "benchmarks/kit/exit_code.h"
+#include "benchmarks/kit/peer.h"
 #include "benchmarks/kit/processes.h"
 #include "benchmarks/kit/progress.h"
 #include "benchmarks/kit/report.h"
@@ -31,7 +32,8 @@ void measure_ours_and_gloo(const Plan& plan, Operation operation, int world_size
             on_line);
 }
 
-void measure_mpi(const Plan& plan, Operation operation, int world_size, const OnLine& on_line) {
+std::optional<std::vector<std::string>> measure_mpi(const Plan& plan, Operation operation, int world_size,
+                                                    const OnLine& on_line) {
   std::vector<std::string> argv = {kMpirun,
                                    "--oversubscribe",
                                    "--allow-run-as-root",
@@ -41,22 +43,29 @@ void measure_mpi(const Plan& plan, Operation operation, int world_size, const On
                                    name_of(operation),
                                    std::to_string(plan.seconds_per_case / 3)};
   for (const auto bytes : plan.sizes) argv.push_back(std::to_string(bytes));
-  run_program(argv, on_line);
+  return figures_of_peer(str("Open MPI in case ", name_of(operation), " world ", world_size), argv, on_line);
 }
 
 /// All rounds of one operation and world.
 Measurements measure(const Plan& plan, Operation operation, int world_size) {
   Measurements measurements;
+  bool with_mpi = plan.with_mpi;
   for (int round = 0; round < plan.rounds; ++round) {
     const auto where = str(name_of(operation), ", world ", world_size, ", round ", round + 1, " of ", plan.rounds);
-    const auto on_line = [&](std::string_view line) {
-      show_progress(where + ": " + std::string(line.substr(0, 60)));
-      take_samples(line, measurements);
-    };
+    const auto show = [&](std::string_view line) { show_progress(where + ": " + std::string(line.substr(0, 60))); };
     show_progress(where);
-    measure_ours_and_gloo(plan, operation, world_size, on_line);
-    if (plan.with_mpi) measure_mpi(plan, operation, world_size, on_line);
+    measure_ours_and_gloo(plan, operation, world_size, [&](std::string_view line) {
+      show(line);
+      take_samples(line, measurements);
+    });
+    if (!with_mpi) continue;
+    const auto figures = measure_mpi(plan, operation, world_size, show);
+    with_mpi = figures.has_value();
+    for (const auto& line : figures.value_or(std::vector<std::string>())) take_samples(line, measurements);
   }
+  // Rows of fewer rounds than the others' would compare times of different minutes.
+  if (plan.with_mpi && !with_mpi)
+    std::erase_if(measurements, [](const auto& entry) { return entry.first.second == kMpi; });
   clear_progress();
   return measurements;
 }
@@ -68,7 +77,7 @@ void run(Plan plan, const std::string& output) {
     std::printf("no rows for Open MPI: mpicc, mpi.h or mpirun was not found (openmpi-bin, libopenmpi-dev)\n");
     plan.with_mpi = false;
   }
-  Report report("collectives");
+  Report report("collectives", output);
   for (const int world_size : plan.worlds) {
     for (const auto operation : plan.operations) {
       const auto measurements = measure(plan, operation, world_size);
@@ -80,7 +89,6 @@ void run(Plan plan, const std::string& output) {
       }
     }
   }
-  if (!output.empty()) report.write_json(output);
 }
 
 }  // namespace

@@ -1,8 +1,6 @@
 // Training steps of DistributedDataParallel over shared memory, beside libtorch's c10d::Reducer over gloo in the same
 // binary, and Python's DistributedDataParallel over gloo. Round by round, each time fresh processes; within a round the
 // C++ ones take turns step by step. See docs/benchmarks.md.
-#include <algorithm>
-
 #include "benchmarks/ddp/contender.h"
 #include "benchmarks/kit/training.h"
 #include "lockstep/base/str.h"
@@ -12,13 +10,11 @@ namespace {
 
 /// Steps less the local steps of the same round and language.
 std::map<std::string, Samples> overheads(const std::map<std::string, Samples>& steps) {
-  // Below the clock's noise there is nothing to compare.
-  constexpr double kLeast = 1e-3;
   std::map<std::string, Samples> overheads;
   const auto add = [&](const std::string& name, const std::string& local) {
     if (!steps.contains(name)) return;
     for (std::size_t round = 0; round < steps.at(name).size(); ++round) {
-      overheads[name].push_back(std::max(kLeast, steps.at(name)[round] - steps.at(local)[round]));
+      overheads[name].push_back(steps.at(name)[round] - steps.at(local)[round]);
     }
   };
   add("ours", "local");
@@ -38,10 +34,10 @@ void add_rows(Report& report, const std::string& model, int world, const Measure
     add_peer_rows(report, rows, figures);
   };
   const auto overhead = overheads(measured.at("step"));
-  add({.case_name = "overhead", .metric = "ms"}, overhead);
+  add({.case_name = "overhead", .metric = "ms", .are_differences = true}, overhead);
   add({.case_name = "step", .metric = "ms"}, measured.at("step"));
   if (model == "300-layers") {
-    add({.case_name = "host per parameter", .metric = "us", .scale = 1000.0 / 600}, overhead);
+    add({.case_name = "host per parameter", .metric = "us", .scale = 1000.0 / 600, .are_differences = true}, overhead);
   }
   add({.case_name = "peak memory", .metric = "MiB", .scale = 1.0 / (1 << 20)}, measured.at("peak"));
 }

@@ -109,6 +109,10 @@ int main(int argc, char** argv) {
     free(input);
     free(output);
   }
+  if (rank == 0) {
+    printf("delivered\n");
+    fflush(stdout);
+  }
   MPI_Finalize();
   return 0;
 }

@@ -8,6 +8,7 @@
 #include <sstream>
 
 #include "benchmarks/kit/exit_code.h"
+#include "benchmarks/kit/peer.h"
 #include "benchmarks/kit/processes.h"
 #include "benchmarks/kit/progress.h"
 #include "lockstep/base/str.h"
@@ -34,14 +35,20 @@ class Runner {
   Runner(const TrainingBenchmark& benchmark, const Plan& plan, std::string model, int world)
       : benchmark_(benchmark), plan_(plan), model_(std::move(model)), world_(world) {}
 
-  Measured measure() const {
+  Measured measure() {
     Measured measured;
     for (int round = 0; round < plan_.rounds; ++round) {
       show_progress(str(model_, ", world ", world_, ", round ", round + 1, " of ", plan_.rounds));
       auto times = in_cpp(benchmark_.contenders, plan_.seconds);
-      if (plan_.has_python) times.merge(in_python(benchmark_.python_contenders, plan_.seconds));
+      times.merge(in_python(benchmark_.python_contenders, plan_.seconds));
       for (const auto& [key, samples] : times) {
         measured[key.first][key.second].push_back(figure_of(samples).value);
+      }
+    }
+    if (has_given_up_) {
+      // Rows of fewer rounds than the others' would compare times of different minutes.
+      for (auto& [what, contenders] : measured) {
+        for (const auto& name : benchmark_.python_contenders) contenders.erase(name);
       }
     }
     for (const auto& name : benchmark_.alone) {
@@ -58,10 +65,10 @@ class Runner {
  private:
   using Lines = std::map<std::pair<std::string, std::string>, Samples>;  // by what and contender
 
-  Lines alone(const std::string& name) const {
+  Lines alone(const std::string& name) {
     const auto& names = benchmark_.contenders;
     if (std::find(names.begin(), names.end(), name) != names.end()) return in_cpp({name}, 0);
-    return plan_.has_python ? in_python({name}, 0) : Lines();
+    return in_python({name}, 0);
   }
 
   Lines in_cpp(const std::vector<std::string>& contenders, double seconds) const {
@@ -72,13 +79,17 @@ class Runner {
     return lines;
   }
 
-  Lines in_python(const std::vector<std::string>& contenders, double seconds) const {
+  /// Nothing without Python, and once it has failed in this case.
+  Lines in_python(const std::vector<std::string>& contenders, double seconds) {
+    if (!plan_.has_python || has_given_up_) return {};
     std::vector<std::string> argv = {kLauncher, "-n", std::to_string(world_), "--no-prefix", "--",
                                      kPython,   "-B", benchmark_.python_peer};
     const auto arguments = arguments_for(contenders, seconds);
     argv.insert(argv.end(), arguments.begin(), arguments.end());
+    const auto figures = figures_of_peer(str("Python in case ", model_, " world ", world_), argv);
+    has_given_up_ = !figures;
     Lines lines;
-    run_program(argv, [&](std::string_view line) { take(lines, line); });
+    for (const auto& line : figures.value_or(std::vector<std::string>())) take(lines, line);
     return lines;
   }
 
@@ -100,6 +111,7 @@ class Runner {
   const Plan& plan_;
   const std::string model_;
   const int world_;
+  bool has_given_up_ = false;
 };
 
 void run(const TrainingBenchmark& benchmark, Plan plan, const std::string& output) {
@@ -109,13 +121,12 @@ void run(const TrainingBenchmark& benchmark, Plan plan, const std::string& outpu
     std::printf("no rows for Python: no Python with torch was found\n");
     plan.has_python = false;
   }
-  Report report(benchmark.name);
+  Report report(benchmark.name, output);
   for (const auto& model : plan.models) {
     for (const int world : plan.worlds) {
       benchmark.add_rows(report, model, world, Runner(benchmark, plan, model, world).measure());
     }
   }
-  if (!output.empty()) report.write_json(output);
 }
 
 }  // namespace
@@ -158,7 +169,7 @@ int training_main(int argc, char** argv, const TrainingBenchmark& benchmark) {
 void add_peer_rows(Report& report, const PeerRows& rows, const std::map<std::string, Samples>& figures) {
   const auto scaled = [&](Samples samples) {
     for (auto& sample : samples) sample *= rows.scale;
-    return figure_of(std::move(samples));
+    return rows.are_differences ? difference_figure_of(std::move(samples)) : figure_of(std::move(samples));
   };
   const auto ours = figures.find(rows.ours);
   if (ours == figures.end()) return;

@@ -42,6 +42,7 @@ struct PeerRows {
   std::vector<std::string> peers = {};
   std::map<std::string, double> goals = {};  // by peer
   double scale = 1;
+  bool are_differences = false;  // of two measured values each
 };
 void add_peer_rows(Report& report, const PeerRows& rows, const std::map<std::string, Samples>& figures);
 

@@ -5,20 +5,20 @@
 namespace lockstep::shm {
 namespace {
 
-enum class Kind { kReal, kInteger, kBoolean, kComplex };
+enum class Number { kReal, kInteger, kBoolean, kComplex };
 
 struct TypeTraits {
   const char* name;
   std::size_t bytes;
-  Kind kind;
+  Number number;
 };
 
 // In the order of DType.
 constexpr TypeTraits kTypes[] = {
-    {"float", 4, Kind::kReal},    {"double", 8, Kind::kReal},           {"half", 2, Kind::kReal},
-    {"bfloat16", 2, Kind::kReal}, {"int8", 1, Kind::kInteger},          {"int16", 2, Kind::kInteger},
-    {"int32", 4, Kind::kInteger}, {"int64", 8, Kind::kInteger},         {"uint8", 1, Kind::kInteger},
-    {"bool", 1, Kind::kBoolean},  {"complex float", 8, Kind::kComplex}, {"complex double", 16, Kind::kComplex},
+    {"float", 4, Number::kReal},    {"double", 8, Number::kReal},           {"half", 2, Number::kReal},
+    {"bfloat16", 2, Number::kReal}, {"int8", 1, Number::kInteger},          {"int16", 2, Number::kInteger},
+    {"int32", 4, Number::kInteger}, {"int64", 8, Number::kInteger},         {"uint8", 1, Number::kInteger},
+    {"bool", 1, Number::kBoolean},  {"complex float", 8, Number::kComplex}, {"complex double", 16, Number::kComplex},
 };
 
 // Null for types of the caller's.
@@ -47,22 +47,22 @@ const char* name_of(ReduceOp op) {
 bool can_reduce(ReduceOp op, DType dtype) {
   const TypeTraits* traits = traits_of(dtype);
   if (traits == nullptr) return false;
-  const Kind kind = traits->kind;
+  const Number number = traits->number;
   switch (op) {
     case ReduceOp::kSum:
     case ReduceOp::kProduct:
       return true;
     case ReduceOp::kAvg:
-      return kind != Kind::kBoolean;
+      return number != Number::kBoolean;
     case ReduceOp::kMin:
     case ReduceOp::kMax:
-      return kind != Kind::kComplex;
+      return number != Number::kComplex;
     case ReduceOp::kBand:
     case ReduceOp::kBor:
     case ReduceOp::kBxor:
-      return kind == Kind::kInteger || kind == Kind::kBoolean;
+      return number == Number::kInteger || number == Number::kBoolean;
     case ReduceOp::kPremulSum:
-      return kind == Kind::kReal || kind == Kind::kComplex;
+      return number == Number::kReal || number == Number::kComplex;
   }
   return false;
 }

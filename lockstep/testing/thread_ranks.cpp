@@ -103,7 +103,7 @@ void ThreadRanks::run_rank(int rank) {
     } catch (const PeerFailure& failure) {
       const std::lock_guard lock(mutex_);
       self.was_woken = true;
-      self.outcome = {RankOutcome::Kind::kStopped, detail::first_line(failure)};
+      self.outcome = {RankOutcome::Kind::kStopped, lockstep::detail::first_line(failure)};
     } catch (const c10::DistBackendError& error) {
       // A deadline passed: the ranks that did not come are the interesting ones, so look at them before they are woken.
       fail(rank, str(error.what_without_backtrace(), "\n", whereabouts(rank)));

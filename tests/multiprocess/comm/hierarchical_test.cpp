@@ -11,7 +11,7 @@
 #include "tests/support/shm_odd_tensors.h"
 #include "tests/support/shm_random.h"
 
-namespace lockstep {
+namespace lockstep::hierarchical_test {
 namespace {
 
 using testing::expect_error;
@@ -346,4 +346,4 @@ TEST(HierarchicalFailure, OfAHungRankIsNamedAfterTheTimeout) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::hierarchical_test

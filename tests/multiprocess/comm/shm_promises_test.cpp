@@ -9,7 +9,7 @@
 #include "tests/support/shm_order.h"
 #include "tests/support/shm_refusals.h"
 
-namespace lockstep {
+namespace lockstep::shm_promises_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -202,4 +202,4 @@ TEST(ShmMemory, MayBeReservedDifferentlyOnEachRank) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::shm_promises_test

@@ -10,7 +10,7 @@
 #include "tests/multiprocess/launch/processes.h"
 #include "tests/unit/launch/time_limit.h"
 
-namespace lockstep {
+namespace lockstep::torchrun_test {
 namespace {
 
 using testing_internal::Outcome;
@@ -61,4 +61,4 @@ TEST(LockstepRun, RunsAPythonProgramAsTorchrunDoes) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::torchrun_test

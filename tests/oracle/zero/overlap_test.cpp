@@ -2,7 +2,7 @@
 #include "tests/support/oracle_reference.h"
 #include "tests/support/zero_overlap_fixtures.h"
 
-namespace lockstep {
+namespace lockstep::overlap_test {
 namespace {
 
 using namespace zero_overlap_fixtures;
@@ -59,4 +59,4 @@ TEST(ZeroOverlapOracle, ParametersAgreeWithPythonAfterEveryStep) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::overlap_test

@@ -1,7 +1,7 @@
 // Communication hooks: what they are given, what may come back, and what happens if they fail.
 #include "tests/support/ddp_models.h"
 
-namespace lockstep {
+namespace lockstep::comm_hook_test {
 namespace {
 
 using namespace ddp_models;
@@ -164,4 +164,4 @@ LOCKSTEP_THREAD_TEST(DdpCommHook, GetsSparseGradientsToo, 2) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::comm_hook_test

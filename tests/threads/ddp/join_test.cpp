@@ -4,7 +4,7 @@
 #include "lockstep/ddp/power_sgd.h"
 #include "tests/support/ddp_models.h"
 
-namespace lockstep {
+namespace lockstep::join_test {
 namespace {
 
 using namespace ddp_models;
@@ -477,4 +477,4 @@ TEST(DdpJoin, RanksHearOfAnExceptionInTraining) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::join_test

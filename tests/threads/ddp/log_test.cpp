@@ -4,7 +4,7 @@
 #include "lockstep/ddp/logger.h"
 #include "tests/support/ddp_models.h"
 
-namespace lockstep {
+namespace lockstep::log_test {
 namespace {
 
 using namespace ddp_models;
@@ -357,4 +357,4 @@ LOCKSTEP_THREAD_TEST(DdpMarker, NamesTheInnermostWrapper, 1) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::log_test

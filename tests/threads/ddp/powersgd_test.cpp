@@ -6,7 +6,7 @@
 #include "lockstep/testing/interpose.h"
 #include "tests/support/ddp_models.h"
 
-namespace lockstep {
+namespace lockstep::powersgd_test {
 namespace {
 
 using namespace ddp_models;
@@ -519,4 +519,4 @@ TEST(PowerSgdFailure, OfTheSecondRoundReachesTheCaller) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::powersgd_test

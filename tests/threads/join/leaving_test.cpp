@@ -4,7 +4,7 @@
 #include "lockstep/testing/recorder.h"
 #include "tests/support/join_fixtures.h"
 
-namespace lockstep {
+namespace lockstep::leaving_test {
 namespace {
 
 using namespace join_fixtures;
@@ -452,4 +452,4 @@ TEST_P(JoinLeaving, AnExceptionOutOfADisabledScopeIsTheUsersBusiness) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::leaving_test

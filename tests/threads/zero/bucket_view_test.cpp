@@ -5,7 +5,7 @@
 #include "tests/support/ddp_models.h"
 #include "tests/support/zero_fixtures.h"
 
-namespace lockstep {
+namespace lockstep::bucket_view_test {
 namespace {
 
 using namespace zero_fixtures;
@@ -191,4 +191,4 @@ TEST(ZeroBucketViews, AreRebuiltWhenParametersAreFrozenOrAdded) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::bucket_view_test

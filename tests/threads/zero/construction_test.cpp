@@ -8,7 +8,7 @@
 #include "lockstep/testing/recorder.h"
 #include "tests/support/zero_fixtures.h"
 
-namespace lockstep {
+namespace lockstep::construction_test {
 namespace {
 
 using namespace zero_fixtures;
@@ -407,4 +407,4 @@ TEST(ZeroConstruction, TellsDevicesApartForBucketViewsOnly) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::construction_test

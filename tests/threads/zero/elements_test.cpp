@@ -2,7 +2,7 @@
 #include "lockstep/testing/recorder.h"
 #include "tests/support/zero_fixtures.h"
 
-namespace lockstep {
+namespace lockstep::elements_test {
 namespace {
 
 using namespace zero_fixtures;
@@ -174,4 +174,4 @@ TEST(ZeroElements, KeepDoublesAndHalves) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::elements_test

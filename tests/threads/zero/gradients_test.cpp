@@ -4,7 +4,7 @@
 #include "lockstep/optim/grad_scaler.h"
 #include "tests/support/zero_fixtures.h"
 
-namespace lockstep {
+namespace lockstep::gradients_test {
 namespace {
 
 using namespace zero_fixtures;
@@ -123,4 +123,4 @@ TEST(ZeroGradients, StateTakesItsShareOfMemoryOnly) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::gradients_test

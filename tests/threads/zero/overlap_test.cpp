@@ -3,7 +3,7 @@
 
 #include "tests/support/zero_overlap_fixtures.h"
 
-namespace lockstep {
+namespace lockstep::overlap_test {
 namespace {
 
 using namespace zero_overlap_fixtures;
@@ -341,4 +341,4 @@ TEST(ZeroOverlap, StepsAllOptimizersThatHaveAFunctionalForm) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::overlap_test

@@ -9,7 +9,7 @@
 #include "lockstep/testing/recorder.h"
 #include "tests/support/zero_fixtures.h"
 
-namespace lockstep {
+namespace lockstep::state_test {
 namespace {
 
 using namespace zero_fixtures;
@@ -372,4 +372,4 @@ TEST(ZeroState, ObjectsReachAllRanks) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::state_test

@@ -6,7 +6,7 @@
 #include "tests/support/ddp_models.h"
 #include "tests/support/zero_fixtures.h"
 
-namespace lockstep {
+namespace lockstep::step_test {
 namespace {
 
 using namespace zero_fixtures;
@@ -387,4 +387,4 @@ TEST(ZeroStep, ThatThrowsTellsTheOthers) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::step_test

@@ -12,7 +12,7 @@
 #include "lockstep/testing/temp_dir.h"
 #include "tests/support/zero_fixtures.h"
 
-namespace lockstep {
+namespace lockstep::streaming_test {
 namespace {
 
 using namespace zero_fixtures;
@@ -351,4 +351,4 @@ TEST(ZeroStreaming, PartsThatEndTooEarlyAreRefused) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::streaming_test

@@ -12,7 +12,7 @@
 #include "lockstep/shm/errors.h"
 #include "lockstep/shm/team.h"
 
-namespace lockstep::shm {
+namespace lockstep::shm::request_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -187,4 +187,4 @@ TEST(Request, ShowsWhereItsBytesAre) {
 }
 
 }  // namespace
-}  // namespace lockstep::shm
+}  // namespace lockstep::shm::request_test

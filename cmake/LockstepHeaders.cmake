@@ -1,0 +1,61 @@
+# The target lockstep_headers: every public header compiles alone.
+#
+# Nearly all of that is reading libtorch, over and over. A header that reaches the library's precompiled header by its own
+# includes may as well be given it: nothing is there that it does not include itself. The others are compiled without.
+
+set(LOCKSTEP_HEAVY_HEADER torch/csrc/distributed/c10d/ProcessGroup.hpp)
+
+# Of `headers`, in `result`, those that include the heavy header, or others that do.
+function(lockstep_headers_reaching_heavy result headers)
+  set(reaching)
+  set(rest ${headers})
+  set(found <${LOCKSTEP_HEAVY_HEADER}>)
+  foreach(header IN LISTS headers)
+    file(STRINGS "${PROJECT_SOURCE_DIR}/${header}" lines REGEX "^#include")
+    string(REGEX REPLACE "#include " "" lines "${lines}")
+    set(includes_${header} ${lines})
+  endforeach()
+  while(found)
+    set(next)
+    foreach(header IN LISTS rest)
+      foreach(included IN LISTS found)
+        if(included IN_LIST includes_${header})
+          list(APPEND next "\"${header}\"")
+          list(APPEND reaching ${header})
+          break()
+        endif()
+      endforeach()
+    endforeach()
+    list(REMOVE_ITEM rest ${reaching})
+    set(found ${next})
+  endwhile()
+  set(${result} ${reaching} PARENT_SCOPE)
+endfunction()
+
+# The library `name` of one source per header.
+function(lockstep_headers_library name)
+  set(sources)
+  foreach(header IN LISTS ARGN)
+    set(source "${CMAKE_BINARY_DIR}/headers/${header}.cpp")
+    file(CONFIGURE OUTPUT "${source}" CONTENT "#include \"${header}\"\n" @ONLY)
+    list(APPEND sources "${source}")
+  endforeach()
+  add_library(${name} OBJECT EXCLUDE_FROM_ALL ${sources})
+  target_link_libraries(${name} PRIVATE lockstep)
+  lockstep_compile_options(${name})
+  add_dependencies(lockstep_headers ${name})
+endfunction()
+
+# Makes the target, from LOCKSTEP_HEADERS, the public ones.
+function(lockstep_check_headers)
+  add_custom_target(lockstep_headers)
+  file(GLOB_RECURSE all_headers RELATIVE "${PROJECT_SOURCE_DIR}" "${PROJECT_SOURCE_DIR}/lockstep/*.h")
+  lockstep_headers_reaching_heavy(heavy_headers "${all_headers}")
+  set(light_headers ${LOCKSTEP_HEADERS})
+  list(REMOVE_ITEM light_headers ${heavy_headers})
+  set(public_heavy_headers ${LOCKSTEP_HEADERS})
+  list(REMOVE_ITEM public_heavy_headers ${light_headers})
+  lockstep_headers_library(lockstep_light_headers ${light_headers})
+  lockstep_headers_library(lockstep_heavy_headers ${public_heavy_headers})
+  target_precompile_headers(lockstep_heavy_headers REUSE_FROM lockstep)
+endfunction()
