@@ -41,6 +41,8 @@ LOCKSTEP_RANK_TEST(Intercept, RanksDeferAndMaterialiseTheSameBits, 3) {
   const auto ordinary = testing::build_deterministically_as(make);
   const auto deferred = testing::build_deterministically_as([&] { return deferred_init(make); });
   EXPECT_TRUE(is_deferred(deferred->weight));
+  // Rank threads share the generator, which the last draw of a build moves on: no rank may still be building.
+  barrier(world.group());
   materialize_module(*deferred);  // all ranks at once
   EXPECT_TRUE(at::equal(deferred->weight, ordinary->weight));
   EXPECT_TRUE(at::equal(deferred->bias, ordinary->bias));
