@@ -290,8 +290,12 @@ GroupPtr new_subgroups(const GroupPtr& parent, const std::vector<std::vector<int
 
 std::string host_id() {
   if (const auto given = env("LOCKSTEP_HOST_ID")) return *given;
-  std::string boot;
-  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
+  // Once: a process that has run out of descriptors later is still on the same machine.
+  static const std::string boot = [] {
+    std::string id;
+    std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), id);
+    return id;
+  }();
   // Ranks in different network namespaces of one machine can meet only through the network, like ranks on two hosts.
   struct stat net_namespace = {};
   ::stat("/proc/self/ns/net", &net_namespace);

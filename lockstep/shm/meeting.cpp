@@ -202,12 +202,15 @@ class Host final : public Meeting {
     for (auto& guest : std::exchange(guests_, {})) {
       if (guest.socket) send_letter(guest.socket.get(), farewell);
     }
-    // Those who stand at the door: now there are descriptors to let them in and say so.
+    // Those who stand at the door, or are about to: now there is a descriptor to let them in and say so.
+    mine_.memory.forget_fd();
+    const auto until = std::min(deadline_, Clock::now() + std::chrono::seconds(1));
     pollfd door = {.fd = listener_.get(), .events = POLLIN, .revents = 0};
-    while (listener_ && ::poll(&door, 1, 0) > 0) {
+    for (; come_ < seat_.size; ++come_) {
+      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - Clock::now());
+      if (::poll(&door, 1, static_cast<int>(std::max<std::int64_t>(0, left.count()))) <= 0) return;
       const UniqueFd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
-      if (!socket) return;
-      send_letter(socket.get(), farewell);
+      if (socket) send_letter(socket.get(), farewell);
     }
   }
 
@@ -239,8 +242,11 @@ class Host final : public Meeting {
     agree_on(name, agree);
     guests_.resize(place(seat_.size));
     guests_[0].process = mine_.process.id();
-    for (int come = 1; come < seat_.size; come += accept_one() ? 1 : 0) {
-      if (wait_readable(listener_.get())) continue;
+    while (come_ < seat_.size) {
+      if (wait_readable(listener_.get())) {
+        accept_one();
+        continue;
+      }
       std::vector<std::string> absent;
       for (int rank = 1; rank < seat_.size; ++rank) {
         if (!guests_[place(rank)].socket) absent.push_back(seat_.name_of(rank));
@@ -250,14 +256,18 @@ class Host final : public Meeting {
   }
 
   /// Whoever is not one of us is turned away, and may not keep the others waiting.
-  bool accept_one() {
+  void accept_one() {
     UniqueFd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
     if (!socket && (errno == EMFILE || errno == ENFILE)) throw Refusal(describe_error(errno));
-    if (!socket || !is_same_user(socket.get())) return false;
+    if (!socket || !is_same_user(socket.get())) return;
     set_patience(socket.get());
     Letter hello;
+    ++come_;
     try {
-      if (!receive_letter(socket.get(), hello)) return false;
+      if (!receive_letter(socket.get(), hello)) {
+        --come_;
+        return;
+      }
       if (hello.topic != Topic::kHello || hello.enclosed.size() != 1 || hello.size != seat_.size || hello.rank < 1 ||
           hello.rank >= seat_.size || guests_[place(hello.rank)].socket) {
         throw Refusal(str("a process came as rank ", hello.rank, " of ", hello.size,
@@ -274,7 +284,6 @@ class Host final : public Meeting {
              .memory = std::move(hello.enclosed[0]),
              .pool = UniqueFd(),
              .lifeline = UniqueFd()};
-    return true;
   }
 
   void collect_needs(const std::vector<ProcessId>& ids, std::string mine) {
@@ -319,6 +328,7 @@ class Host final : public Meeting {
   }
 
   UniqueFd listener_;
+  int come_ = 1;               // ranks that were here, with me
   std::vector<Guest> guests_;  // by rank; the first is me, without a socket
 };
 
@@ -402,8 +412,9 @@ std::vector<Peer> meet(const Seat& seat, const Offer& mine, const Agree& agree) 
     meeting = std::make_unique<Attendee>(seat, mine);
   }
   const auto tell_others = [&](const std::string& reason) {
-    if (!meeting->has_agreed()) return complain(agree, reason);
-    meeting->say_farewell(reason);
+    if (meeting->has_agreed()) return meeting->say_farewell(reason);
+    mine.memory.forget_fd();  // asking around may take a descriptor, of which there may be no other
+    complain(agree, reason);
   };
   try {
     meeting->hold(agree);

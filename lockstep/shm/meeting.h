@@ -24,7 +24,7 @@ namespace lockstep::shm {
 
 /// What I show.
 struct Offer {
-  const SharedMemory& memory;
+  SharedMemory& memory;
   const OwnProcess& process;
 };
 

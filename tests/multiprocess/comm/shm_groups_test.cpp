@@ -10,6 +10,10 @@
 #include <cstdlib>
 #include <fstream>
 
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "lockstep/comm/builtin_backends.h"
 #include "lockstep/shm/memory.h"
 #include "lockstep/testing/gtest.h"
 #include "tests/support/shm_refusals.h"
@@ -114,10 +118,28 @@ class FewDescriptors {
   std::vector<UniqueFd> fillers_;
 };
 
-std::string refusal_of_group(const World& world) {
+/// A store whose clients open nothing, unlike the test kit's.
+StorePtr open_tcp_store(const World& world) {
+  c10d::TCPStoreOptions options;
+  options.isServer = world.rank() == 0;
+  options.waitWorkers = false;
+  StorePtr store;
+  if (options.isServer) store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+  const auto mine = options.isServer ? std::to_string(static_cast<c10d::TCPStore&>(*store).getPort()) : "";
+  options.port = static_cast<std::uint16_t>(std::stoi(all_gather_object(mine, world.group())[0]));
+  if (!store) store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+  return store;
+}
+
+std::string refusal_of_group(const World& world, const StorePtr& store) {
+  static int groups = 0;
   try {
-    // The barrier would be the others' if this rank alone had the group.
-    barrier(new_group(world.group(), shm_promises::all_ranks(world)));
+    detail::make_shm_backend({.store = c10::make_intrusive<c10d::PrefixStore>(std::to_string(groups++), store),
+                              .rank = world.rank(),
+                              .size = world.world_size(),
+                              .group_name = "poor",
+                              .timeout = 30s,
+                              .address = ""});
   } catch (const c10::DistBackendError& error) {
     return error.what_without_backtrace();
   }
@@ -127,7 +149,8 @@ std::string refusal_of_group(const World& world) {
 // Every rank hears of it, at once, and nothing leaks.
 TEST(ShmGroups, SayThatDescriptorsRanOut) {
   run(3, [](const World& world) {
-    shm_refusals::expect_works(world.group());
+    const auto store = open_tcp_store(world);
+    EXPECT_EQ(refusal_of_group(world, store), "it was made");
     const int before = open_descriptors();
     for (const int poor : {0, 1, 2}) {
       bool was_made = false;
@@ -139,7 +162,7 @@ TEST(ShmGroups, SayThatDescriptorsRanOut) {
         {
           std::optional<FewDescriptors> few;
           if (world.rank() == poor) few.emplace(left);
-          message = refusal_of_group(world);
+          message = refusal_of_group(world, store);
         }
         EXPECT_LT(std::chrono::steady_clock::now() - start, 20s);
         was_made = message == "it was made";
@@ -156,8 +179,7 @@ TEST(ShmGroups, SayThatDescriptorsRanOut) {
       }
       EXPECT_TRUE(was_made);
     }
-    const auto group = new_group(world.group(), {2, 0});
-    if (group) shm_refusals::expect_works(group);
+    shm_refusals::expect_works(world.group());
   });
 }
 
