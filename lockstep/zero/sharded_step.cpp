@@ -36,22 +36,29 @@ LocalOptimizerType::Groups ShardedStep::local_groups() const {
 }
 
 void ShardedStep::copy_options(torch::optim::Optimizer& from, torch::optim::Optimizer& to) const {
-  // While a group is being added, one side has it already.
-  const auto count = std::min(from.param_groups().size(), to.param_groups().size());
-  for (std::size_t i = 0; i < count; ++i) {
-    const auto& source = from.param_groups()[i].options();
-    auto& group = to.param_groups()[i];
-    // In place where it can be: programs keep references to options.
-    if (!type_.assign(source, group.options())) group.set_options(source.clone());
+  TORCH_INTERNAL_ASSERT(from.param_groups().size() == to.param_groups().size(), who_, ": ", from.param_groups().size(),
+                        " parameter groups on one side, ", to.param_groups().size(), " on the other");
+  for (std::size_t i = 0; i < from.param_groups().size(); ++i) {
+    assign_options(from.param_groups()[i].options(), to.param_groups()[i]);
   }
+}
+
+void ShardedStep::assign_options(const torch::optim::OptimizerOptions& from,
+                                 torch::optim::OptimizerParamGroup& to) const {
+  // In place where it can be: programs keep references to options.
+  if (!type_.assign(from, to.options())) to.set_options(from.clone());
 }
 
 void ShardedStep::on_group_change() {
   division_->set_groups(whole_groups());
-  take_options();
   const auto groups = local_groups();
-  // After a failed addition the local optimizer has as many groups as before, and nothing is left to do.
-  for (std::size_t i = local_->param_groups().size(); i < groups.size(); ++i) type_.add_group(*local_, groups[i]);
+  const auto count_before = std::min(local_->param_groups().size(), groups.size());
+  // What a program has set since the last step would be lost when options are copied back.
+  for (std::size_t i = 0; i < count_before; ++i) {
+    assign_options(whole_.param_groups()[i].options(), local_->param_groups()[i]);
+  }
+  // After a failed addition the local optimizer has as many groups as before, and none is added.
+  for (std::size_t i = count_before; i < groups.size(); ++i) type_.add_group(*local_, groups[i]);
   copy_options(*local_, whole_);
 }
 

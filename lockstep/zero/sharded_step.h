@@ -34,6 +34,7 @@ class ShardedStep final : public Sharding {
   std::vector<std::vector<at::Tensor>> whole_groups() const;
   LocalOptimizerType::Groups local_groups() const;
   void copy_options(torch::optim::Optimizer& from, torch::optim::Optimizer& to) const;
+  void assign_options(const torch::optim::OptimizerOptions& from, torch::optim::OptimizerParamGroup& to) const;
   /// Lets the division cut the shard anew, and makes a local optimizer for it with this state.
   void rebuild_local(const StateSource& source);
   void take_gradients();

@@ -46,6 +46,22 @@ TEST(ZeroGroups, FollowALearningRateSchedule) {
 }
 
 // ZERO-27
+TEST(ZeroGroups, KeepOptionsThatWereSetBeforeAnotherIsAdded) {
+  on_ranks(
+      [](const World& world) {
+        for (const auto& [name, zero] : ways(world.group())) {
+          const auto parameters = parameters_of({{4, 3}, {5}});
+          ZeroRedundancyOptimizer<torch::optim::SGD> optimizer({parameters[0]}, {0.5}, zero);
+          optimizer.param_groups()[0].options().set_lr(0.125);
+          optimizer.add_param_group(OptimizerParamGroup({parameters[1]}));
+          EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 0.125) << name;
+          EXPECT_EQ(optimizer.param_groups()[1].options().get_lr(), 0.5) << name;
+        }
+      },
+      {1, 2}, {"threads"});
+}
+
+// ZERO-27
 TEST(ZeroGroups, AreSavedWithTheOptionsTheyHaveNow) {
   on_ranks([](const World& world) {
     for (const auto& [name, zero] : ways(world.group())) {
