@@ -9,6 +9,7 @@
 #include "lockstep/base/str.h"
 #include "lockstep/comm/values.h"
 #include "lockstep/ddp/engine.h"
+#include "lockstep/ddp/reducer.h"
 #include "lockstep/zero/optimizer.h"
 #include "lockstep/zero/sharding.h"
 

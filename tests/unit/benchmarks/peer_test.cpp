@@ -11,8 +11,8 @@
 namespace lockstep::bench {
 namespace {
 
-using testing::ElementsAre;
-using testing::HasSubstr;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
 
 std::vector<std::string> shell(const std::string& script) {
   return {"/bin/sh", "-c", script};
@@ -26,7 +26,7 @@ TEST(Peer, ThatAbortsAfterItsFiguresAreOutHasDelivered) {
 }
 
 TEST(Peer, ThatFailsBeforeIsStartedOnceMoreAndTheFirstRunsFiguresAreDropped) {
-  const auto mark = str(testing::TempDir(), "/started_once");
+  const auto mark = str(::testing::TempDir(), "/started_once");
   std::remove(mark.c_str());
   int seen = 0;
   const auto figures = figures_of_peer(
@@ -39,10 +39,10 @@ TEST(Peer, ThatFailsBeforeIsStartedOnceMoreAndTheFirstRunsFiguresAreDropped) {
 }
 
 TEST(Peer, ThatFailsTwiceIsLeftOutWithALine) {
-  testing::internal::CaptureStdout();
+  ::testing::internal::CaptureStdout();
   const auto figures = figures_of_peer("them", shell("echo step a 1; echo no such network; exit 3"));
   EXPECT_FALSE(figures);
-  const auto said = testing::internal::GetCapturedStdout();
+  const auto said = ::testing::internal::GetCapturedStdout();
   EXPECT_THAT(said, HasSubstr("no rows for them here: it failed 2 times"));
   EXPECT_THAT(said, HasSubstr("no such network"));
 }

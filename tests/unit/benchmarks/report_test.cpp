@@ -14,8 +14,8 @@
 namespace lockstep::bench {
 namespace {
 
-using testing::HasSubstr;
-using testing::Not;
+using ::testing::HasSubstr;
+using ::testing::Not;
 
 Row row_of(Figure ours, Figure theirs, Better better = Better::kLower) {
   return {
@@ -26,7 +26,7 @@ Figure measured(double value) {
   return figure_of({value, value, value});
 }
 
-class ReportFile : public testing::Test {
+class ReportFile : public ::testing::Test {
  protected:
   void TearDown() override { std::remove(path_.c_str()); }
 
@@ -38,7 +38,7 @@ class ReportFile : public testing::Test {
   }
 
   std::string path_ =
-      str(testing::TempDir(), "/", testing::UnitTest::GetInstance()->current_test_info()->name(), ".json");
+      str(::testing::TempDir(), "/", ::testing::UnitTest::GetInstance()->current_test_info()->name(), ".json");
 };
 
 TEST(Figure, IsTheMedianAndTheInterquartileRangeBesideIt) {
@@ -109,9 +109,9 @@ TEST_F(ReportFile, IsThereBeforeTheFirstRowAndHoldsWhatCameBeforeAFailure) {
 
 TEST_F(ReportFile, SaysWhichRatiosAreBounds) {
   Report report("sample", path_);
-  testing::internal::CaptureStdout();
+  ::testing::internal::CaptureStdout();
   report.add(row_of({.value = 0.01, .noise = 0.1}, measured(4.4)));
-  const auto table = testing::internal::GetCapturedStdout();
+  const auto table = ::testing::internal::GetCapturedStdout();
   EXPECT_THAT(table, HasSubstr("≥40"));
   EXPECT_THAT(table, HasSubstr("0.11 ms or less"));
   EXPECT_THAT(table, HasSubstr("4 reached"));
@@ -121,17 +121,18 @@ TEST_F(ReportFile, SaysWhichRatiosAreBounds) {
 
 TEST_F(ReportFile, HasNoRowWhereAllIsNoiseAndALineSaysSo) {
   Report report("sample", path_);
-  testing::internal::CaptureStdout();
+  ::testing::internal::CaptureStdout();
   report.add(row_of({.value = 0.01, .noise = 0.1}, {.value = 0.01, .noise = 0.1}));
-  EXPECT_THAT(testing::internal::GetCapturedStdout(), HasSubstr("step: no row beside them, both are below the noise"));
+  EXPECT_THAT(::testing::internal::GetCapturedStdout(),
+              HasSubstr("step: no row beside them, both are below the noise"));
   EXPECT_TRUE(report.rows().empty());
 }
 
 TEST(Report, LeavesAGoalOpenThatABoundDoesNotDecide) {
   Report report("sample");
-  testing::internal::CaptureStdout();
+  ::testing::internal::CaptureStdout();
   report.add(row_of({.value = 0, .noise = 1}, measured(2)));
-  EXPECT_THAT(testing::internal::GetCapturedStdout(), HasSubstr("4 undecided"));
+  EXPECT_THAT(::testing::internal::GetCapturedStdout(), HasSubstr("4 undecided"));
 }
 
 }  // namespace
