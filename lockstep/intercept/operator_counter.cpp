@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdio>
 #include <mutex>
 #include <unordered_map>
@@ -23,7 +24,12 @@ struct OperatorCounter::State {
   struct Entry {
     detail::CountFlops count_flops = nullptr;
     bool is_view = false;
-    OperatorCount count;
+    // Added to without the lock.
+    std::atomic<std::int64_t> calls = 0;
+    std::atomic<std::int64_t> bytes = 0;
+    std::atomic<std::int64_t> flops = 0;
+
+    OperatorCount count() const { return {.calls = calls, .bytes = bytes, .flops = flops}; }
   };
   struct Label {
     std::string name;
@@ -31,7 +37,7 @@ struct OperatorCounter::State {
     std::unordered_map<const c10::OperatorName*, Entry> entries;
   };
 
-  // Guarded by mutex: autograd's threads count too. Labels in the order they came.
+  // Guarded by mutex: autograd's threads count too. Entries stay where they are. Labels in the order they came.
   std::mutex mutex;
   std::vector<std::unique_ptr<Label>> labels;
 
@@ -75,34 +81,32 @@ class detail::CounterScope : public OperatorScope {
       : OperatorScope(Sees::kLeaves), state_(std::move(state)), label_(label) {}
 
   void on_operator(OperatorCall& call) override {
-    OperatorCount counted = {.calls = 1};
-    const auto [count_flops, is_view] = kind_of(call);
-    if (count_flops != nullptr) counted.flops = count_flops(call);
-    if (!is_view) {
-      for_each_tensor(call, [&](const at::Tensor& tensor, std::size_t) { counted.bytes += bytes_of(tensor); });
-    }
+    auto& entry = entry_of(call);
+    ++entry.calls;
+    if (entry.count_flops != nullptr) entry.flops += entry.count_flops(call);
+    if (entry.is_view) return call.proceed();
+    std::int64_t bytes = 0;
+    for_each_tensor(call, [&](const at::Tensor& tensor, std::size_t) { bytes += bytes_of(tensor); });
     call.proceed();
-    if (!is_view) {
-      for (std::size_t i = 0; i < call.result_count(); ++i) {
-        const auto& returns = call.schema().returns();
-        // What an operator wrote in place was counted as an argument.
-        const bool is_argument = i < returns.size() && returns[i].alias_info() != nullptr;
-        if (!is_argument) counted.bytes += bytes_of(call.result(i));
-      }
+    const auto& returns = call.schema().returns();
+    for (std::size_t i = 0; i < call.result_count(); ++i) {
+      // What an operator wrote in place was counted as an argument.
+      const bool is_argument = i < returns.size() && returns[i].alias_info() != nullptr;
+      if (!is_argument) bytes += bytes_of(call.result(i));
     }
-    const std::lock_guard lock(state_->mutex);
-    label_.entries[&call.op().operator_name()].count += counted;
+    entry.bytes += bytes;
   }
 
  private:
-  std::pair<CountFlops, bool> kind_of(const OperatorCall& call) {
+  OperatorCounter::State::Entry& entry_of(const OperatorCall& call) {
+    const auto& name = call.op().operator_name();
     const std::lock_guard lock(state_->mutex);
-    const auto [entry, is_new] = label_.entries.try_emplace(&call.op().operator_name());
+    const auto [entry, is_new] = label_.entries.try_emplace(&name);
     if (is_new) {
-      entry->second.count_flops = flop_count_of(call.op().operator_name());
+      entry->second.count_flops = flop_count_of(name);
       entry->second.is_view = is_view(call.schema());
     }
-    return {entry->second.count_flops, entry->second.is_view};
+    return entry->second;
   }
 
   const std::shared_ptr<OperatorCounter::State> state_;
@@ -152,7 +156,7 @@ std::map<std::string, OperatorCount> OperatorCounter::counts() const {
   const std::lock_guard lock(state_->mutex);
   std::map<std::string, OperatorCount> counts;
   for (const auto& label : state_->labels) {
-    for (const auto& [name, entry] : label->entries) counts[name->name] += entry.count;
+    for (const auto& [name, entry] : label->entries) counts[name->name] += entry.count();
   }
   return counts;
 }
@@ -162,7 +166,7 @@ std::map<std::string, OperatorCount> OperatorCounter::counts(const std::string& 
   std::map<std::string, OperatorCount> counts;
   for (const auto& known : state_->labels) {
     if (known->name != label) continue;
-    for (const auto& [name, entry] : known->entries) counts[name->name] += entry.count;
+    for (const auto& [name, entry] : known->entries) counts[name->name] += entry.count();
   }
   return counts;
 }
@@ -200,7 +204,7 @@ void OperatorCounter::reset() {
   const std::lock_guard lock(state_->mutex);
   // Labels stay: scopes that are counting now refer to them.
   for (const auto& label : state_->labels) {
-    for (auto& [name, entry] : label->entries) entry.count = {};
+    for (auto& [name, entry] : label->entries) entry.calls = entry.bytes = entry.flops = 0;
   }
 }
 
