@@ -51,7 +51,7 @@ LOCKSTEP_THREAD_TEST(DdpUsePlan, IsRefusedOnAllRanksIfOneIsWrong, 3) {
   const auto right = plan_by_layer(before);
   // Rank 1 has a plan of another model.
   const auto other = DistributedDataParallel(mlp({4, 5, 2}), world.group()).bucket_plan();
-  expect_error([&] { ddp.use_plan(world.rank() == 1 ? plan_by_layer(other) : right); }, {"rank 1", "'layer0.weight'"});
+  expect_error([&] { ddp.use_plan(world.rank() == 1 ? plan_by_layer(other) : right); }, {"rank 1", "'layer1.weight'"});
   // Rank 2 has other buckets.
   expect_error([&] { ddp.use_plan(world.rank() == 2 ? before : right); }, {"bucket plan"});
   EXPECT_EQ(ddp.bucket_plan(), before) << "nothing was changed";
