@@ -18,6 +18,7 @@
 #include "lockstep/shm/errors.h"
 #include "lockstep/shm/messages.h"
 #include "lockstep/shm/pool.h"
+#include "tests/support/agree_by_file.h"
 
 namespace lockstep::shm {
 namespace {
@@ -28,21 +29,6 @@ constexpr int kSawIt = 42;
 constexpr int kRanks = 3;
 
 /// Rank 0's word reaches the others through a file that appears at once.
-std::string agree_by_file(const std::string& path, int rank, const std::string& word) {
-  if (rank == 0) {
-    std::ofstream(path + ".new") << word;
-    std::rename((path + ".new").c_str(), path.c_str());
-    return word;
-  }
-  const auto deadline = std::chrono::steady_clock::now() + 2s;
-  while (std::chrono::steady_clock::now() < deadline) {
-    std::string found;
-    if (std::ifstream(path) >> found) return found;
-    std::this_thread::sleep_for(1ms);
-  }
-  throw PeerError("making the shared-memory group failed: rank 0 said nothing");
-}
-
 /// One collective of `kind`. Each piece is full of its giver's rank + 1; what is gotten is checked.
 void run_one(Collectives& collectives, Kind kind, const Span& room, int root) {
   const int rank = collectives.team().rank();
@@ -87,7 +73,7 @@ void run_one(Collectives& collectives, Kind kind, const Span& room, int root) {
 /// Collectives and messages without end, the same on all ranks. Returns only by exception.
 void work_until_a_peer_is_gone(int rank, unsigned seed, const std::string& path) {
   auto team = Team::of_processes({.rank = rank, .size = kRanks, .group = "victims", .timeout = 1s},
-                                 [&](const std::string& word) { return agree_by_file(path, rank, word); });
+                                 [&](const std::string& word) { return agree_by_file(path, rank, word, 2s); });
   Collectives collectives(team);
   const auto messages = std::make_shared<Messages>(team);
   std::ofstream(path + ".made" + std::to_string(rank));

@@ -15,6 +15,7 @@
 #include "lockstep/shm/collective.h"
 #include "lockstep/shm/errors.h"
 #include "lockstep/shm/pool.h"
+#include "tests/support/agree_by_file.h"
 
 namespace lockstep::shm {
 namespace {
@@ -23,21 +24,6 @@ using namespace std::chrono_literals;
 
 const std::vector<std::vector<int>> kTeams = {{0, 1, 2, 3}, {0, 2}, {1, 3}, {0, 1}, {2, 3}, {3, 1, 0}, {2, 0, 1, 3}};
 constexpr std::size_t kFloats = 300'007;
-
-std::string agree_by_file(const std::string& path, int rank, const std::string& word) {
-  if (rank == 0) {
-    std::ofstream(path + ".new") << word;
-    std::rename((path + ".new").c_str(), path.c_str());
-    return word;
-  }
-  const auto deadline = std::chrono::steady_clock::now() + 20s;
-  while (std::chrono::steady_clock::now() < deadline) {
-    std::string found;
-    if (std::ifstream(path) >> found) return found;
-    std::this_thread::sleep_for(1ms);
-  }
-  throw PeerError("rank 0 said nothing");
-}
 
 void require(bool holds, const std::string& what) {
   if (holds) return;
@@ -80,7 +66,7 @@ void take_part(int rank, const std::string& folder) {
     const int place = static_cast<int>(found - ranks.begin());
     const auto team = Team::of_processes(
         {.rank = place, .size = static_cast<int>(ranks.size()), .names = ranks, .group = name, .timeout = 30s},
-        [&](const std::string& word) { return agree_by_file(str(folder, "/", name), place, word); });
+        [&](const std::string& word) { return agree_by_file(str(folder, "/", name), place, word, 20s); });
     all.push_back(std::make_unique<Collectives>(team));
     // From the first team's memory, for all teams.
     if (i == 0) block = team->pool()->allocate(kFloats * sizeof(float));

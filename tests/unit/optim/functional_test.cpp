@@ -8,7 +8,7 @@
 #include "lockstep/optim/optimizers.h"
 #include "lockstep/testing/checks.h"
 
-namespace lockstep {
+namespace lockstep::functional_test {
 namespace {
 
 void expect_error(const std::function<void()>& action, const std::vector<std::string>& parts) {
@@ -291,4 +291,4 @@ TEST(FunctionalRegistry, KeepsTheFirstOfAKey) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::functional_test

@@ -278,7 +278,7 @@ std::vector<const std::byte*> addresses(const std::vector<Bytes>& buffers, std::
   return result;
 }
 
-struct Shape {
+struct Extent {
   std::size_t inputs;
   std::size_t outputs;
   std::size_t count;
@@ -287,7 +287,7 @@ struct Shape {
 
 /// Buffers begin one element after where an allocation does, and the elements around them must not change.
 void expect_output(const detail::InstructionSet& set, const Reduction& reduction, const std::vector<double>& factors,
-                   const Shape& shape, std::vector<Bytes> in, const Bytes& expected) {
+                   const Extent& shape, std::vector<Bytes> in, const Bytes& expected) {
   const std::size_t size = size_of(reduction.dtype);
   const Bytes guard(size, std::byte{0x5a});
   std::vector<Bytes> out(shape.outputs, Bytes((shape.count + 2) * size, guard[0]));
@@ -311,7 +311,7 @@ void expect_output(const detail::InstructionSet& set, const Reduction& reduction
 }
 
 /// With every instruction set.
-void expect_model(ReduceOp op, DType dtype, const Shape& shape) {
+void expect_model(ReduceOp op, DType dtype, const Extent& shape) {
   std::mt19937_64 random(shape.count * 31 + shape.inputs);
   const std::size_t size = size_of(dtype);
   const Reduction reduction{.dtype = dtype, .op = op, .divisor = shape.inputs + 1};
