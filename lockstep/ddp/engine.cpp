@@ -244,6 +244,8 @@ void DdpEngine::arm_reducer(const std::vector<at::Tensor*>& outputs) {
       for (const auto* output : outputs) tensors.push_back(*output);
     }
     reducer_->prepare_for_backward(tensors);
+    // A backward that threw may have left it.
+    has_queued_static_reduction_ = false;
   } else if (c10::GradMode::is_enabled()) {
     reducer_->expect_local_backward();
   }
@@ -350,9 +352,9 @@ void DdpEngine::update_process_group(const GroupPtr& group) {
   if (!group) return;  // this rank is not in it
   TORCH_CHECK(reducer_ && !delayed_, "[lockstep/ddp] update_process_group is for reduction in buckets: not with ",
               "per_parameter, nor with delayed parameters. Wrap the module again.");
+  reducer_->update_process_group(group);
   group_ = group;
   has_queued_static_reduction_ = false;
-  reducer_->update_process_group(group);
 }
 
 c10::DDPLoggingData DdpEngine::logging_data() const {

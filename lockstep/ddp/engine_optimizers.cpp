@@ -42,6 +42,8 @@ void DdpEngine::step_in_backward(std::vector<std::vector<OptimizerPtr>> optimize
   TORCH_CHECK(!low_, "[lockstep/ddp] ", reason, " cannot step in backward together with mixed_precision");
   TORCH_CHECK(!reducer_->has_comm_hook(), "[lockstep/ddp] ", reason,
               " cannot step in backward together with comm hook '", reducer_->comm_hook_name(), "'");
+  TORCH_CHECK(reducer_->hook_slot_taken_by().empty(), "[lockstep/ddp] ", reason,
+              " cannot step in backward: ", reducer_->hook_slot_taken_by());
   TORCH_CHECK(is_sync_enabled_, "[lockstep/ddp] ", reason, " cannot step in backward under no_sync");
   steps_in_backward_by_ = reason;
   reducer_->reserve_hook_slot(reason + " steps in backward");

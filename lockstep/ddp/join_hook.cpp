@@ -79,7 +79,7 @@ void DdpEngine::mirror_iteration() {
   if (!is_reduced) return;
   if (low_) low_->cast_down();
   if (join_options_.weighted) {
-    reducer_->set_divisor_source([sum = weighted_->reduced_weight_with(0)] { return sum; });
+    reducer_->set_divisor_source([sum = weighted_->reduced_weight_without_own()] { return sum; });
   } else {
     set_join_divisor(tally);
   }

@@ -190,6 +190,7 @@ void Reducer::mark_ready(std::size_t index) {
   begin_reduction();
   const auto place = setup_.plan.place_of(index);
   auto& bucket = buckets_[place.bucket];
+  attach_buffer(bucket);
   intake_.take(bucket, place.index, step_.terms, *sink_);
   const bool is_full = --bucket.progress.gradients_missing == 0;
   if (is_full) launch_ready_buckets();
@@ -197,6 +198,11 @@ void Reducer::mark_ready(std::size_t index) {
     or_give_up([&] { sink_->use_arrived(buckets_, step_.next_bucket, used_map()); });
   }
   if (is_full && step_.next_bucket == buckets_.size()) queue_finish();
+}
+
+void Reducer::attach_buffer(detail::Bucket& bucket) {
+  // To have one it may have to wait for a reduction, which may fail.
+  or_give_up([&] { sink_->attach_buffer(bucket); });
 }
 
 void Reducer::queue_finish() {
@@ -274,8 +280,9 @@ void Reducer::or_give_up(const Action& action) {
 void Reducer::give_up() {
   if (step_.has_begun) {
     sink_->give_up(buckets_, step_.terms);
-    if (searches_unused() || static_graph_.is_counting()) unused_.used.give_up();
+    if (searches_unused() || static_graph_.shares_marks_now()) unused_.used.give_up();
     static_graph_.give_up();
+    is_stepped_in_part_ = averages_.has_consumer();
   }
   end_step();
 }
@@ -300,12 +307,16 @@ void Reducer::delay_all_reduce() {
   if (static_graph_.must_share_marks()) or_give_up([&] { unused_.used.launch(setup_.group); });
   times_.record(Mark::kBackwardComputeEnd);
   for (auto& bucket : buckets_) {
+    attach_buffer(bucket);
     for (std::size_t place = 0; place < bucket.size(); ++place) intake_.take(bucket, place, step_.terms, *sink_);
     bucket.progress.gradients_missing = 0;
     launch_ready_buckets();
   }
+  const bool is_first_of_all = static_graph_.shares_marks_now();
   finish_backward();
   static_graph_.end_counting();
+  // Ranks that counted before have an order from this backward, and rebuild.
+  if (!is_first_of_all && should_rebuild_buckets() && order_.is_empty()) order_.fill();
 }
 
 void Reducer::mirror_backward() {
@@ -320,6 +331,7 @@ void Reducer::mirror_backward() {
   if (is_first_of_static_graph) or_give_up([&] { unused_.used.launch(setup_.group); });
   if (searches_unused()) unused_.used.clear();
   for (auto& bucket : buckets_) {
+    attach_buffer(bucket);
     intake_.take_zeros(bucket, step_.terms, *sink_);
     bucket.progress.gradients_missing = 0;
     launch_ready_buckets();
@@ -338,6 +350,11 @@ void Reducer::check_finalized() {
 }
 
 void Reducer::check_prior_reduction_finished() {
+  if (is_stepped_in_part_) {
+    setup_.fail(str(setup_.who(), ": an earlier backward failed after optimizers in backward may have stepped some ",
+                    "parameters, on some ranks more than on others. Wrap the module again, which makes all ranks' ",
+                    "parameters the same."));
+  }
   if (!step_.has_begun) return;
   std::vector<std::size_t> missing;
   for (std::size_t i = 0; i < step_.is_ready.size(); ++i) {

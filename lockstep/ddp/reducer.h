@@ -91,6 +91,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void set_divisor_source(std::function<double()> source);
   /// This rank's gradients count as zeros, whatever backward computes: NaN too.
   void exclude_own_gradients();
+  /// The divisor and the exclusion are taken back, unless a reduction has begun with them.
+  void forget_terms();
 
   // ---- settings, between steps ----
 
@@ -104,6 +106,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void register_comm_hook(CommHook hook);
   /// The hook slot is taken by the wrapper itself; a user's hook is refused with this reason.
   void reserve_hook_slot(std::string reason) { hook_slot_taken_by_ = std::move(reason); }
+  /// By the wrapper or an optimizer; empty if by nobody.
+  const std::string& hook_slot_taken_by() const { return hook_slot_taken_by_; }
   void set_consumer(GradientConsumer consumer);
   /// Told when a backward's gradients are all written.
   void set_finish_listener(std::function<void()> listener);
@@ -181,6 +185,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void check_not_ready_twice(std::size_t index);
   void launch_ready_buckets();
   void launch(detail::Bucket& bucket);
+  void attach_buffer(detail::Bucket& bucket);
   void queue_finish();
   void finish_backward();
   void wait_for_all();
@@ -211,6 +216,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   detail::StaticGraph static_graph_;
   detail::ReadyOrder order_;
   int64_t iterations_ = 0;
+  bool is_stepped_in_part_ = false;  // a step with optimizers in backward failed
   bool has_warned_of_local_backward_ = false;
   bool has_warned_of_needless_search_ = false;
 };

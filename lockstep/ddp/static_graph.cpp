@@ -16,6 +16,7 @@ void StaticGraph::begin_backward() {
   // One that did not reach its end has counted in vain.
   if (is_counting()) std::fill(firings_.begin(), firings_.end(), 0);
   left_ = firings_;
+  shares_marks_now_ = false;
 }
 
 StaticGraph::Arrival StaticGraph::arrive(std::size_t parameter) {
@@ -24,12 +25,16 @@ StaticGraph::Arrival StaticGraph::arrive(std::size_t parameter) {
 }
 
 void StaticGraph::give_up() {
-  if (!has_counted_) reset();
+  if (has_counted_) return;
+  std::fill(firings_.begin(), firings_.end(), 0);
+  // What was shared in an earlier backward, by ranks that counted then, is not shared again.
+  if (std::exchange(shares_marks_now_, false)) has_shared_marks_ = false;
 }
 
 void StaticGraph::reset() {
   has_counted_ = false;
   has_shared_marks_ = false;
+  shares_marks_now_ = false;
   std::fill(firings_.begin(), firings_.end(), 0);
 }
 

@@ -24,8 +24,12 @@ class StaticGraph {
   /// Parameters whose gradient did not come.
   std::vector<std::size_t> unused() const;
   /// Whether the ranks still have to tell each other what they use: they do it once, in the first backward of any.
-  bool must_share_marks() { return !std::exchange(has_shared_marks_, true); }
-  bool has_shared_marks() const { return has_shared_marks_; }
+  bool must_share_marks() {
+    if (!std::exchange(has_shared_marks_, true)) shares_marks_now_ = true;
+    return shares_marks_now_;
+  }
+  /// They do it in the backward under way.
+  bool shares_marks_now() const { return shares_marks_now_; }
 
   void begin_backward();
   /// In later backwards. The gradient has come: whether it is one too many, one of several, or complete.
@@ -41,6 +45,7 @@ class StaticGraph {
   bool is_on_;
   bool has_counted_ = false;
   bool has_shared_marks_ = false;
+  bool shares_marks_now_ = false;
   std::vector<int> firings_;  // by parameter
   std::vector<int> left_;
 };

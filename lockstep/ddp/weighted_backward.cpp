@@ -56,7 +56,13 @@ void WeightedBackward::run(const at::Tensor& loss, double weight, bool is_reduce
       return 1;
     });
   }
-  (loss * weight).backward();
+  try {
+    (loss * weight).backward();
+  } catch (...) {
+    // The next backward may be a plain one.
+    if (is_reduced) reducer_->forget_terms();
+    throw;
+  }
 }
 
 }  // namespace lockstep::detail

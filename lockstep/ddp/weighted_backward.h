@@ -25,6 +25,11 @@ class WeightedBackward {
 
   /// For a reduction without run(): the weight of this backward and of those before it. Collective.
   double reduced_weight_with(double weight) { return reduced(std::exchange(so_far_, 0) + weight); }
+  /// For a rank that takes part with zeros: what it has not reduced is dropped, so its weight must not count.
+  double reduced_weight_without_own() {
+    so_far_ = 0;
+    return reduced(0);
+  }
 
  private:
   /// The sum of the ranks' weights, of which this one's is given. Collective.

@@ -3,7 +3,7 @@
 
 #include "lockstep/testing/gtest.h"
 
-namespace lockstep {
+namespace lockstep::shm_groups_test {
 namespace {
 
 void run(int ranks, const testing::RankBody& body) {
@@ -26,4 +26,4 @@ TEST(ShmGroups, OfAMeshTakeEachOthersTensorsWithoutACopy) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::shm_groups_test

@@ -323,6 +323,38 @@ TEST_P(DdpJoinWorlds, WeightsGiveTheMeanOverSamples) {
   });
 }
 
+// A rank that ran out in the middle of an accumulation takes part with zeros: neither its gradients nor its weight
+// count.
+LOCKSTEP_THREAD_TEST(DdpJoin, WeightsOfUnreducedBackwardsEndWithTheInputs, 2) {
+  auto layer = plain_layer();
+  DistributedDataParallel ddp(layer, world.group());
+  ddp.join({.options = {.weighted = true}}).run([&] {
+    {
+      const auto local = ddp.no_sync();
+      ddp.backward(ddp(at::full({1, 5}, 1.0)).sum(), 4);
+    }
+    if (world.rank() == 1) return;
+    ddp.backward(ddp(at::full({1, 5}, 3.0)).sum(), 4);
+    EXPECT_TRUE(at::allclose(layer->weight.grad(), at::full({5, 5}, 2.0))) << layer->weight.grad();
+  });
+}
+
+// A rank that only mirrored the first backward of a static graph counts in its own first one; the others rebuild then.
+LOCKSTEP_THREAD_TEST(DdpJoin, ARankCountsItsStaticGraphAfterTheOthers, 2) {
+  auto model = mlp({6, 4, 2});
+  DistributedDataParallel ddp(model, world.group(), {.static_graph = true});
+  for (const int inputs : {world.rank() == 0 ? 1 : 0, 3}) {
+    ddp.join().run([&] {
+      for (int step = 0; step < inputs; ++step) {
+        zero_grads(ddp);
+        ddp(random_batch(2, 6, step)).pow(2).mean().backward();
+      }
+    });
+  }
+  EXPECT_TRUE(ddp.engine().reducer()->has_rebuilt_buckets());
+  expect_equal_on_all_ranks(gradients_of(*model), world);
+}
+
 // JOIN-14, JOIN-19, DDP-97: all ranks stop where the first one runs out, and agree
 TEST_P(DdpJoinWorlds, ThrowingScopesEndAtTheFewestInputs) {
   run_threads_in_gtest({.world_size = GetParam()}, [](const World& world) {

@@ -136,5 +136,61 @@ LOCKSTEP_THREAD_TEST(DdpRepeat, AFirstStepOfAStaticGraphCanFail, 2) {
   expect_equal(actual, expected);
 }
 
+// Something else throws in the first backward of a static graph: its end, where everything is reduced, is not reached.
+LOCKSTEP_THREAD_TEST(DdpRepeat, AFirstBackwardOfAStaticGraphCanThrow, 2) {
+  const DdpOptions options = {.static_graph = true};
+  const auto expected = trained_without_failure(world, options);
+  DistributedDataParallel ddp(mlp(kSizes), world.group(), options);
+  use_a_bucket_per_layer(ddp);
+  const auto actual = train(ddp, world, [&](int step, const auto& run) {
+    if (step == 0) {
+      auto output = ddp(my_rows(random_batch(8, kSizes[0], step), world));
+      const auto hidden = output.relu();
+      hidden.register_hook([](const at::Tensor& gradient) { return gradient; });
+      output.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("a hook of the user's"); });
+      expect_error([&] { hidden.sum().backward(); }, {"a hook of the user's"});
+      // And once more behind the wrapper's own node, where the end is queued already.
+      auto again = ddp(my_rows(random_batch(8, kSizes[0], step), world));
+      ddp.module()->layers[2]->weight.register_hook([is_first = std::make_shared<bool>(true)](const at::Tensor& grad) {
+        TORCH_CHECK(!std::exchange(*is_first, false), "a hook of a parameter");
+        return grad;
+      });
+      expect_error([&] { again.sum().backward(); }, {"a hook of a parameter"});
+    }
+    run();
+  });
+  expect_equal(actual, expected);
+}
+
+// Which buckets were used before the failure differs between ranks: nothing can be repeated.
+LOCKSTEP_THREAD_TEST(DdpRepeat, AStepWithOptimizersInBackwardIsNotRepeated, 2) {
+  DistributedDataParallel ddp(mlp(kSizes), world.group());
+  use_a_bucket_per_layer(ddp);
+  ddp.register_fused_optim([](auto parameters) { return std::make_shared<torch::optim::SGD>(parameters, 0.1); });
+  const auto run = [&] { ddp(my_rows(random_batch(8, kSizes[0], 1), world)).pow(2).mean().backward(); };
+  run();
+  {
+    const auto failing = testing::fail_call(CallKind::kAllReduce, 1, "no way out");
+    expect_error(run, {"no way out"});
+  }
+  expect_error(run, {"stepped some", "Wrap the module again"});
+}
+
+// A weighted backward that fails before its first gradient leaves no divisor to the next, plain one.
+LOCKSTEP_THREAD_TEST(DdpRepeat, AWeightedBackwardThatThrowsLeavesNoWeight, 2) {
+  const auto expected = trained_without_failure(world, {});
+  DistributedDataParallel ddp(mlp(kSizes), world.group());
+  use_a_bucket_per_layer(ddp);
+  const auto actual = train(ddp, world, [&](int step, const auto& run) {
+    if (step == 1) {
+      ddp(my_rows(random_batch(8, kSizes[0], step), world));
+      const double weight = world.rank() == 0 ? 0 : 5;
+      expect_error([&] { ddp.backward(at::ones({}), weight); }, {"does not require grad"});
+    }
+    run();
+  });
+  expect_equal(actual, expected);
+}
+
 }  // namespace
 }  // namespace lockstep
