@@ -3,7 +3,7 @@
 
 #include "tests/support/optim_parameters.h"
 
-namespace lockstep {
+namespace lockstep::optimizers_test {
 namespace {
 
 using namespace optim_parameters;
@@ -266,4 +266,4 @@ TEST(Optimizers, LeaveTheNumberOfThreadsAsItWas) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::optimizers_test
