@@ -2,6 +2,7 @@
 
 #include <torch/nn/module.h>
 
+#include "lockstep/comm/call_label.h"
 #include "lockstep/ddp/state_sync.h"
 #include "lockstep/nn/module_tensors.h"
 
@@ -23,6 +24,7 @@ bool BufferSync::will_sync_before_forward() const {
 }
 
 std::vector<FuturePtr> BufferSync::before_forward(const GroupPtr& group, int source) {
+  const LabelScope label({"DDP's buffers"});
   if (!will_sync_before_forward()) return {};
   if (hook_) return run_hook();
   broadcast(group, source);

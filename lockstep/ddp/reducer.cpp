@@ -12,6 +12,7 @@
 #include "lockstep/base/env.h"
 #include "lockstep/base/observer.h"
 #include "lockstep/base/str.h"
+#include "lockstep/comm/call_label.h"
 #include "lockstep/comm/objects.h"
 
 namespace lockstep {
@@ -235,6 +236,7 @@ void Reducer::launch(detail::Bucket& bucket) {
   detail::note_bucket(bucket, "launch", bytes_of(bucket.buffer()));
   ++record_.buckets_reduced;
   bucket.progress.is_launched = true;
+  const LabelScope label({"DDP bucket", static_cast<int>(bucket.index())});
   or_give_up([&] { sink_->launch(bucket); });
 }
 
@@ -413,6 +415,7 @@ bool Reducer::rebuild_buckets() {
   const bool has_small_last = env("DDP_SET_LAST_BUCKET_CAP").value_or("0") == "1";
   // Parameters that a static graph never uses come last.
   const auto mine = rebuilt_plan(setup_.plan.parameters(), setup_.options.caps, order_.complete(), has_small_last);
+  const LabelScope label({"DDP's new buckets"});
   // As rank 0 saw it: gradients may come in another order elsewhere.
   setup_.plan = BucketPlan::load(broadcast_object(mine.save(), 0, setup_.group), setup_.plan.parameters());
   plan_origin_ = PlanOrigin::kRebuilt;

@@ -96,9 +96,9 @@ void Reducer::set_scatter(const ScatterFactory& make, const std::string& reason)
   const std::lock_guard lock(mutex_);
   const auto& options = setup_.options;
   const auto refuse_if = [&](bool is_wrong, const char* what) {
-    TORCH_CHECK_VALUE(!is_wrong, setup_.who(), ": ", reason, ", which cannot be together with ", what);
+    TORCH_CHECK(!is_wrong, setup_.who(), ": ", reason, ", which cannot be together with ", what);
   };
-  TORCH_CHECK_VALUE(!scatter_, setup_.who(), ": ", reason, ", but another optimizer has them already");
+  TORCH_CHECK(!scatter_, setup_.who(), ": ", reason, ", but another optimizer has them already");
   refuse_if(!hook_slot_taken_by_.empty(), hook_slot_taken_by_.c_str());
   refuse_if(has_comm_hook(), "a comm hook");
   refuse_if(averages_.has_consumer(), "optimizers that step in backward");

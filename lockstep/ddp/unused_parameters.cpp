@@ -9,6 +9,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "lockstep/comm/call_label.h"
 #include "lockstep/comm/collectives.h"
 
 namespace lockstep::detail {
@@ -51,6 +52,7 @@ bool UsedMap::is_marked(std::size_t parameter) const {
 }
 
 void UsedMap::launch(const GroupPtr& group) {
+  const LabelScope label({"DDP's used parameters"});
   if (on_device_.is_cpu()) {
     on_device_.copy_(marks_);
   } else {

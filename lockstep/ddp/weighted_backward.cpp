@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "lockstep/base/str.h"
+#include "lockstep/comm/call_label.h"
 #include "lockstep/comm/collectives.h"
 
 namespace lockstep::detail {
@@ -17,6 +18,7 @@ double WeightedBackward::reduced(double weight) const {
   // As a double: token counts of large batches do not fit a float.
   const auto device = reducer_->parameters()[0].device();
   const auto total = at::full({1}, weight, at::TensorOptions(at::kDouble).device(device));
+  const LabelScope label({"DDP's weights"});
   all_reduce(total, group);
   const auto sum = total.item<double>();
   if (sum <= 0) {

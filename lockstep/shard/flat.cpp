@@ -14,8 +14,8 @@ at::Tensor row_of(const at::Tensor& parameter) {
 }
 
 at::Tensor flattened_like(const at::Tensor& tensor, const at::Tensor& parameter) {
-  TORCH_CHECK_VALUE(tensor.sizes() == parameter.sizes(), "[lockstep/shard] a tensor of sizes ", tensor.sizes(),
-                    " does not fit a parameter of sizes ", parameter.sizes());
+  TORCH_CHECK(tensor.sizes() == parameter.sizes(), "[lockstep/shard] a tensor of sizes ", tensor.sizes(),
+              " does not fit a parameter of sizes ", parameter.sizes());
   if (!parameter.is_non_overlapping_and_dense()) return tensor.detach().contiguous().view({-1});
   if (tensor.strides() == parameter.strides()) return row_of(tensor);
   const auto copy = at::empty_strided(parameter.sizes(), parameter.strides(), tensor.options().requires_grad(false));

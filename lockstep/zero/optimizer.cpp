@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "lockstep/base/str.h"
+#include "lockstep/comm/call_label.h"
 #include "lockstep/comm/failure_notice.h"
 #include "lockstep/comm/world.h"
 #include "lockstep/ddp/engine.h"
@@ -229,6 +230,7 @@ at::Tensor ZeroOptimizer::step_with(const LocalStep& local_step, LossClosure clo
   prepare_step();
   at::Tensor loss;
   announce_if_throws([&] { loss = sharding_->step(local_step, std::move(closure)); });
+  const LabelScope label({"ZeRO's step"});
   sharding_->sync();
   return loss;
 }

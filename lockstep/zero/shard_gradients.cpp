@@ -16,10 +16,10 @@ DdpReference::DdpReference(const DdpBase& ddp) : engine_(ddp.shared_engine()) {}
 
 std::unique_ptr<detail::Division> ZeroOptimizer::shard_gradients() {
   const auto ddp = options_.ddp.engine();
-  TORCH_CHECK_VALUE(ddp->group() == group_, who(), ": with ZeroStage::kGradients the optimizer's group must be DDP's, ",
-                    "which has ", ddp->group()->getSize(), " ranks");
-  TORCH_CHECK_VALUE(ddp->options().delay_all_reduce_named_params.empty(), who(),
-                    ": ZeroStage::kGradients cannot be together with delay_all_reduce_named_params");
+  TORCH_CHECK(ddp->group() == group_, who(), ": with ZeroStage::kGradients the optimizer's group must be DDP's, ",
+              "which has ", ddp->group()->getSize(), " ranks");
+  TORCH_CHECK(ddp->options().delay_all_reduce_named_params.empty(), who(),
+              ": ZeroStage::kGradients cannot be together with delay_all_reduce_named_params");
   auto& reducer = ddp->reducer_for("ZeroStage::kGradients");
   // Bad options of the local optimizer must throw while DDP is as it was.
   LocalOptimizerType::Groups groups;
@@ -35,18 +35,18 @@ std::unique_ptr<detail::Division> ZeroOptimizer::shard_gradients() {
   std::vector<int64_t> indices;
   for (const auto& parameter : reducer.parameters()) {
     const auto found = index_of.find(parameter.unsafeGetTensorImpl());
-    TORCH_CHECK_VALUE(found != index_of.end(), who(), ": parameter '", reducer.plan().parameters()[indices.size()].name,
-                      "' of DDP is not in the optimizer. With ZeroStage::kGradients its gradient would be lost: give ",
-                      "the optimizer all parameters of DDP, or freeze it.");
-    TORCH_CHECK_VALUE(parameter.requires_grad(), who(), ": parameter '",
-                      reducer.plan().parameters()[indices.size()].name, "' was frozen after DDP was made");
+    TORCH_CHECK(found != index_of.end(), who(), ": parameter '", reducer.plan().parameters()[indices.size()].name,
+                "' of DDP is not in the optimizer. With ZeroStage::kGradients its gradient would be lost: give ",
+                "the optimizer all parameters of DDP, or freeze it.");
+    TORCH_CHECK(parameter.requires_grad(), who(), ": parameter '", reducer.plan().parameters()[indices.size()].name,
+                "' was frozen after DDP was made");
     missing.erase(found->first);
     indices.push_back(found->second);
   }
   for (const auto& parameter : all_parameters()) {
-    TORCH_CHECK_VALUE(!missing.contains(parameter.unsafeGetTensorImpl()), who(), ": parameter ",
-                      index_of.at(parameter.unsafeGetTensorImpl()), " of the optimizer is not one that DDP averages. ",
-                      "With ZeroStage::kGradients all trainable ones must be.");
+    TORCH_CHECK(!missing.contains(parameter.unsafeGetTensorImpl()), who(), ": parameter ",
+                index_of.at(parameter.unsafeGetTensorImpl()), " of the optimizer is not one that DDP averages. ",
+                "With ZeroStage::kGradients all trainable ones must be.");
   }
 
   std::vector<std::vector<at::Tensor>> blocks;
