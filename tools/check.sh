@@ -35,7 +35,8 @@ source_of_header() {
 
 # What a source is compiled in: the file in the build that includes it, else itself.
 unit_of() {
-  grep -lF "#include \"$PWD/$1\"" build/CMakeFiles/*.dir/Unity/*.cxx 2>/dev/null | head -n 1 | grep . || echo "$1"
+  grep -o '"file": "[^"]*/Unity/[^"]*' build/compile_commands.json | cut -d'"' -f4 |
+    { xargs -r grep -lF "#include \"$PWD/$1\"" || true; } | head -n 1 | grep . || echo "$1"
 }
 
 if [ "$mode" = format ]; then
@@ -80,4 +81,19 @@ fi
 echo "${#sources[@]} units linted"
 
 echo "== headers compile alone"
-cmake --build --preset dev -j "$jobs" --target lockstep_headers
+targets=(lockstep_headers)
+if [ "$mode" = quick ]; then
+  # Those that changed, and those that include them, directly or not.
+  affected=$(grep -E '^lockstep/.*\.h$' <<<"$changed" | sort -u || true)
+  while [ -n "$affected" ]; do
+    more=$(sed 's/.*/#include "&"/' <<<"$affected" | grep -rlFf - --include='*.h' lockstep || true)
+    more=$(printf '%s\n' "$affected" "$more" | grep . | sort -u)
+    [ "$more" != "$affected" ] || break
+    affected=$more
+  done
+  # Internal headers have no target.
+  mapfile -t targets < <(sed -n 's/.*/headers\/&.cpp.o:/p' <<<"$affected" | grep -v '^headers/.cpp.o:$' |
+    { grep -Ff - <(ninja -C build -t targets all) || true; } | cut -d: -f1)
+fi
+[ ${#targets[@]} -eq 0 ] || cmake --build --preset dev -j "$jobs" --target "${targets[@]}"
+echo "${#targets[@]} of $(find build/headers -name '*.h.cpp' | wc -l) headers compiled"
