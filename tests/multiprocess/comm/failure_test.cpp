@@ -20,15 +20,19 @@ using namespace std::chrono_literals;
 /// Survivors end with this once they saw the message they should see; the victim ends as it ends.
 constexpr int kSawIt = 42;
 
+/// What becomes of the victim: it ends by itself, or rank 0 ends it when the survivors are done.
+enum class Victim { kEnds, kStays };
+
 /// Runs `doom` on rank 2 of 4 after a first collective that works; the others must fail in the next one and name
 /// rank 2.
 void expect_survivors_name_rank_two(const std::function<void()>& doom, std::chrono::milliseconds timeout,
-                                    const std::function<void(const World&)>& collective) {
+                                    const std::function<void(const World&)>& collective,
+                                    Victim victim = Victim::kEnds) {
   const auto report = run_processes_from_gtest(
-      // A stopped rank never ends by itself; the survivors are done long before this is over.
       {.world_size = 4, .timeout = 30s, .collective_timeout = timeout, .expected_exit_code = kSawIt},
       [&](const World& world) {
         all_reduce(at::ones({3}), world.group());
+        const auto process = std::stoi(broadcast_object(std::to_string(::getpid()), 2, world.group()));
         if (world.rank() == 2) {
           doom();
           std::_Exit(kSawIt);
@@ -42,6 +46,10 @@ void expect_survivors_name_rank_two(const std::function<void()>& doom, std::chro
         EXPECT_LT(took, timeout + 5s) << message;
         // A group that failed says so at once.
         expect_error([&] { all_reduce(at::ones({1}), world.group()); }, {"can no longer be used"});
+        if (world.rank() == 0 && victim == Victim::kStays) {
+          std::this_thread::sleep_for(2s);  // until the others have seen the same
+          ::kill(process, SIGKILL);
+        }
         if (!::testing::Test::HasFailure()) std::_Exit(kSawIt);
       });
   if (testing::is_rank_process()) return;
@@ -60,8 +68,9 @@ TEST(Failure, OfAKilledRankIsNamedInABarrier) {
 }
 
 TEST(Failure, OfAHungRankIsNamedAfterTheTimeout) {
-  expect_survivors_name_rank_two([] { std::this_thread::sleep_for(12s); }, 3s,
-                                 [](const World& world) { all_reduce(at::ones({1000}), world.group()); });
+  expect_survivors_name_rank_two([] { std::this_thread::sleep_for(25s); }, 3s,
+                                 [](const World& world) { all_reduce(at::ones({1000}), world.group()); },
+                                 Victim::kStays);
 }
 
 TEST(Failure, OfAStoppedRankIsNamedInABarrier) {
@@ -75,7 +84,8 @@ TEST(Failure, OfAStoppedRankIsNamedInABarrier) {
                                      EXPECT_LT(std::chrono::steady_clock::now() - start, 12s);
                                      throw;
                                    }
-                                 });
+                                 },
+                                 Victim::kStays);
 }
 
 LOCKSTEP_PROCESS_TEST(Failure, OfAPeerDoesNotKillByABrokenPipe, 2) {

@@ -44,7 +44,11 @@ void check_same_bits(const char* what, const at::Tensor& tensor, const World& wo
   for (const auto& other : all_gather_object(bytes, world.group())) EXPECT_TRUE(other == bytes) << what;
 }
 
+/// What depends on where ranks are: how results come about.
 class Hierarchical : public ::testing::TestWithParam<Hosts> {};
+
+/// What happens to a call before and after that, alike wherever ranks are: fewer layouts show it.
+class HierarchicalCalls : public ::testing::TestWithParam<Hosts> {};
 
 TEST_P(Hierarchical, ConformsForEveryCollective) {
   testing::run_processes_in_gtest(options_for(GetParam()), [](const World& world) {
@@ -105,7 +109,7 @@ TEST_P(Hierarchical, MovesDtypesThatGlooDoesNotKnow) {
   });
 }
 
-TEST_P(Hierarchical, SendsFromRankToRank) {
+TEST_P(HierarchicalCalls, SendsFromRankToRank) {
   testing::run_processes_in_gtest(options_for(GetParam()), [](const World& world) {
     const auto backend = group_on(GetParam(), world)->getBackend(c10::kCPU);
     const int ranks = world.world_size();
@@ -120,7 +124,7 @@ TEST_P(Hierarchical, SendsFromRankToRank) {
   });
 }
 
-TEST_P(Hierarchical, MultipliesByEachRanksOwnFactor) {
+TEST_P(HierarchicalCalls, MultipliesByEachRanksOwnFactor) {
   testing::run_processes_in_gtest(options_for(GetParam()), [](const World& world) {
     const auto group = group_on(GetParam(), world);
     Call call{.kind = CallKind::kAllReduce,
@@ -151,7 +155,7 @@ TEST_P(Hierarchical, GivesAllRanksTheSameBits) {
   });
 }
 
-TEST_P(Hierarchical, TakesTensorsThatAreNotContiguous) {
+TEST_P(HierarchicalCalls, TakesTensorsThatAreNotContiguous) {
   testing::run_processes_in_gtest(options_for(GetParam()), [](const World& world) {
     const auto group = group_on(GetParam(), world);
     const int ranks = world.world_size();
@@ -174,7 +178,7 @@ TEST_P(Hierarchical, TakesTensorsThatAreNotContiguous) {
   });
 }
 
-TEST_P(Hierarchical, LeavesInputsAsTheyAre) {
+TEST_P(HierarchicalCalls, LeavesInputsAsTheyAre) {
   testing::run_processes_in_gtest(options_for(GetParam()), [](const World& world) {
     const auto group = group_on(GetParam(), world);
     const int ranks = world.world_size();
@@ -191,7 +195,7 @@ TEST_P(Hierarchical, LeavesInputsAsTheyAre) {
   });
 }
 
-TEST_P(Hierarchical, RunsLaunchedCallsInOrder) {
+TEST_P(HierarchicalCalls, RunsLaunchedCallsInOrder) {
   testing::run_processes_in_gtest(options_for(GetParam()), [](const World& world) {
     const auto group = group_on(GetParam(), world);
     auto tensor = at::ones({1000});
@@ -213,7 +217,7 @@ void in_hierarchical_world(const World& outer, const Hosts& hosts, const std::fu
   body(world);
 }
 
-TEST_P(Hierarchical, TakesExpandedAndOverlappingTensors) {
+TEST_P(HierarchicalCalls, TakesExpandedAndOverlappingTensors) {
   testing::run_processes_in_gtest(options_for(GetParam()), [](const World& outer) {
     in_hierarchical_world(outer, GetParam(), shm_odd_tensors::check_all);
   });
@@ -225,14 +229,18 @@ TEST_P(Hierarchical, GivesWhatTheModelGivesForRandomSequences) {
   });
 }
 
+std::string name_of_layout(const ::testing::TestParamInfo<Hosts>& layout) {
+  std::string name = "On";
+  for (const int host : layout.param) name += std::to_string(host);
+  return name;
+}
+
 INSTANTIATE_TEST_SUITE_P(Layouts, Hierarchical,
                          ::testing::Values(Hosts{0, 0, 1, 1}, Hosts{0, 1, 0, 1}, Hosts{0, 1, 1}, Hosts{0, 1, 1, 0, 0},
                                            Hosts{0, 1, 2, 2}),
-                         [](const auto& layout) {
-                           std::string name = "On";
-                           for (const int host : layout.param) name += std::to_string(host);
-                           return name;
-                         });
+                         name_of_layout);
+INSTANTIATE_TEST_SUITE_P(Layouts, HierarchicalCalls, ::testing::Values(Hosts{0, 1, 0, 1}, Hosts{0, 1, 1}),
+                         name_of_layout);
 
 TEST(HierarchicalChoice, FollowsWhoSharesAHost) {
   testing::run_processes_in_gtest({.world_size = 4, .backend = "gloo"}, [](const World& world) {
