@@ -60,13 +60,14 @@ std::int64_t of_convolution(const OperatorCall& call) {
   return of_places(input.size(0), places, weight);
 }
 
+/// grad_output, input, weight, (bias_sizes,) stride, padding, dilation, transposed, output_padding, groups, output_mask
+template <std::size_t kTransposed>
 std::int64_t of_convolution_backward(const OperatorCall& call) {
-  // grad_output, input, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask
   const auto& grad = tensor(call, 0);
   const auto& input = tensor(call, 1);
-  const auto& places_of = call.argument(7).toBool() ? input : grad;
+  const auto& places_of = call.argument(kTransposed).toBool() ? input : grad;
   const auto once = of_places(input.size(0), product(places_of.sizes().slice(2)), tensor(call, 2));
-  const auto mask = call.argument(10).toBoolList();
+  const auto mask = call.argument(kTransposed + 3).toBoolList();
   return once * (static_cast<std::int64_t>(mask.get(0)) + static_cast<std::int64_t>(mask.get(1)));
 }
 
@@ -113,8 +114,8 @@ const std::unordered_map<std::string, CountFlops>& table() {
       {"aten::convolution", of_convolution},
       {"aten::_convolution", of_convolution},
       {"aten::convolution_overrideable", of_convolution},
-      {"aten::convolution_backward", of_convolution_backward},
-      {"aten::convolution_backward_overrideable", of_convolution_backward},
+      {"aten::convolution_backward", of_convolution_backward<7>},
+      {"aten::convolution_backward_overrideable", of_convolution_backward<6>},
       {"aten::scaled_dot_product_attention", of_attention},
       {"aten::_scaled_dot_product_flash_attention", of_attention},
       {"aten::_scaled_dot_product_flash_attention_for_cpu", of_attention},

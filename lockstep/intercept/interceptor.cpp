@@ -173,7 +173,7 @@ void install_interceptor() {
     // Never taken back: tensors that carry the key may outlive everything that is destroyed at exit.
     auto library = std::make_unique<torch::Library>(torch::Library::IMPL, "_", kInterceptKey, __FILE__, __LINE__);
     try {
-      library->fallback(torch::CppFunction::makeFromBoxedFunction<&intercept>());
+      static_cast<void>(library->fallback(torch::CppFunction::makeFromBoxedFunction<&intercept>()));
     } catch (const c10::Error& error) {
       TORCH_CHECK(false,
                   "[lockstep/intercept] another library of this process has registered a fallback for the dispatch key "

@@ -147,7 +147,7 @@ OperatorCounter::OperatorCounter() : state_(std::make_shared<State>()) {}
 
 OperatorCounter::~OperatorCounter() = default;
 
-EnterScope OperatorCounter::count(std::string label) {
+EnterScope OperatorCounter::count(const std::string& label) {
   const std::lock_guard lock(state_->mutex);
   return EnterScope(std::make_shared<detail::CounterScope>(state_, state_->label(label)));
 }

@@ -45,7 +45,7 @@ class OperatorCounter {
   /// Counts the calling thread's operators under `label` until the result is destroyed, and those of backward passes
   /// started meanwhile, in whichever of autograd's threads they run. Nested ones count for themselves: what runs inside
   /// of both is in both.
-  [[nodiscard]] EnterScope count(std::string label = "");
+  [[nodiscard]] EnterScope count(const std::string& label = "");
 
   /// By operator, "aten::addmm", of all labels together or of one.
   std::map<std::string, OperatorCount> counts() const;

@@ -9,6 +9,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <cstdint>
+#include <optional>
 #include <vector>
 
 namespace lockstep::detail {
@@ -16,22 +18,29 @@ namespace lockstep::detail {
 /// Draws from one generator, from one seed (or the state the build found) on.
 struct RandomStream {
   at::Generator generator;
-  at::Tensor next_state;               // before the first operator that has not run yet
-  std::vector<std::size_t> operators;  // positions in the recording
-  std::size_t run_count = 0;           // of `operators`, from the first
-  at::Tensor left_state;               // what the generator was left at; undefined unless this stream is its last
+  at::Tensor next_state;                        // before the first operator that has not run yet
+  std::vector<std::size_t> operators;           // positions in the recording
+  std::size_t run_count = 0;                    // of `operators`, from the first
+  std::optional<std::uint64_t> left_seed = {};  // what the generator was left with, if this stream is its last
 };
 
 class RandomStreams {
  public:
+  RandomStreams() = default;
+  /// Generators of a build that nobody will materialise any more go on from where it is.
+  ~RandomStreams();
+  RandomStreams(const RandomStreams&) = delete;
+  RandomStreams& operator=(const RandomStreams&) = delete;
+
   /// Notes that the operator at `position` draws from `generator`; returns the number of its stream.
   std::size_t add_operator(const at::Generator& generator, std::size_t position);
 
-  /// Puts generators back to where the build found them, or to where the program seeded them meanwhile.
+  /// The build is over. Where its numbers end is not known yet, so what is drawn before they are comes from another
+  /// seed. A generator that the program seeded meanwhile stays as it is.
   void leave();
 
-  /// Moves a generator to where an ordinary build would have left it, if all its operators have run and nobody has used
-  /// it since leave().
+  /// Moves a generator to where an ordinary build would have left it, if all its operators have run, unless it was
+  /// seeded since leave().
   void settle(RandomStream& stream);
 
   RandomStream& operator[](std::size_t index) { return streams_[index]; }
@@ -42,6 +51,8 @@ class RandomStreams {
     at::Generator generator;
     std::size_t stream;
   };
+
+  static void move_on(RandomStream& stream);
 
   std::vector<RandomStream> streams_;
   std::vector<Watched> watched_;

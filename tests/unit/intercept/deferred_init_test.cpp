@@ -226,6 +226,36 @@ TEST(DeferredInit, LeavesTheGeneratorAloneIfItWasUsedSince) {
   EXPECT_TRUE(at::equal(torch::rand({3}), expected));
 }
 
+TEST(DeferredInit, RefusesASecondBuildWhoseNumbersAreNotKnownYet) {
+  const auto build = making<torch::nn::Linear>(3, 2);
+  auto first = build_deferred(build);
+  testing::expect_error([&] { deferred_init(build); }, {"earlier deferred build", "torch::manual_seed"});
+  materialize_module(*first);
+  const auto second = deferred_init(build);
+  materialize_module(*second);
+  torch::manual_seed(kSeed);
+  const auto ordinary_first = build();
+  const auto ordinary_second = build();
+  expect_same(*first, *ordinary_first);
+  expect_same(*second, *ordinary_second);
+}
+
+TEST(DeferredInit, GoesOnAsAfterAnOrdinaryBuildWhateverWasDrawnMeanwhile) {
+  const auto ordinary = build_ordinary(making<torch::nn::Linear>(3, 2));
+  const auto module = build_deferred(making<torch::nn::Linear>(3, 2));
+  torch::rand({3});
+  materialize_module(*module);
+  EXPECT_EQ(torch::rand({}).item<double>(), ordinary.next_number);
+  expect_same(*module, *ordinary.module);
+}
+
+TEST(DeferredInit, OfADroppedModuleHasDrawnNothing) {
+  build_deferred(making<torch::nn::Linear>(3, 2));
+  const auto module = deferred_init(making<torch::nn::Linear>(3, 2));
+  materialize_module(*module);
+  expect_same(*module, *build_ordinary(making<torch::nn::Linear>(3, 2)).module);
+}
+
 TEST(DeferredInit, ReadsValuesOfTensorsWithMemory) {
   const auto table = torch::arange(12.0).view({3, 4});
   const auto make = [&] {
