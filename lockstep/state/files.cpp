@@ -115,6 +115,12 @@ class Reading {
   at::Tensor read_row(int64_t index, const std::string& name, const TensorForm& form, const ElementRange& elements) {
     const auto& tensor = tensors_[index];
     const auto& then = index_.tensors[index];
+    const auto& first = *of_tensor_[index].front();
+    if (first.piece.is_whole && form.strides != then.strides) {
+      // Laid out unlike its parameter: momentum that began as a transposed gradient, say.
+      const auto whole = read_tensor(part(first.part), first.offsets.at(name), form);
+      return flattened_like(whole, tensor).narrow(0, elements.begin, elements.size()).clone();
+    }
     if (tensor.strides() == at::IntArrayRef(then.strides)) return read_saved(index, name, form, elements);
     // It was saved in another memory format.
     const TensorForm saved{.dtype = form.dtype, .sizes = then.sizes, .strides = then.strides};

@@ -127,7 +127,9 @@ void stream_pieces(const std::vector<StatePiece>& own, int to, int64_t max_bytes
             passing = at::Tensor();
             passing = at::empty({size}, at::TensorOptions(at::kByte).device(device));
           }
-          const auto chunk = is_mine ? source.narrow(0, begin, size) : passing.narrow(0, 0, size);
+          auto chunk = is_mine ? source.narrow(0, begin, size) : passing.narrow(0, 0, size);
+          // A scalar of the state may lie elsewhere than the parameter.
+          if (rank != to) chunk = chunk.to(device);
           if (rank != to) broadcast(chunk, rank, group);
           if (is_target) sink(pieces[i], name, begin, chunk);
         });

@@ -49,6 +49,21 @@ void save(const std::string& path, const std::vector<at::Tensor>& tensors) {
   write_index(path, index);
 }
 
+// A momentum that began as a transposed gradient lies in memory unlike its parameter.
+TEST(StateFiles, HoldStateThatLiesUnlikeItsParameter) {
+  const TempDir folder;
+  const auto path = folder.file("state");
+  const std::vector<at::Tensor> parameters = {at::randn({2, 3})};
+  const auto momentum = at::randn({3, 2}).t();
+  PartWriter part(path, 0, kSave);
+  write(part, weight_piece(0, "weight", momentum));
+  write_index(path, {.save_id = kSave, .tensors = {{"weight", {2, 3}, {3, 1}}}, .pieces = part.finish()});
+  const auto read = read_index(path);
+  const auto source = source_of(path, read, parameters);
+  EXPECT_TRUE(at::equal(source(0, {0, 6}, true)->at(kWeight).toTensor(), momentum));
+  EXPECT_TRUE(at::equal(source(0, {1, 5}, false)->at(kWeight).toTensor(), momentum.reshape({-1}).slice(0, 1, 5)));
+}
+
 TEST(StateFiles, HoldWeightsByName) {
   const TempDir folder;
   const auto path = folder.file("weights");
