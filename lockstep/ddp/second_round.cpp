@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "lockstep/base/rank_local.h"
+#include "lockstep/comm/backend_registry.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/futures.h"
 
@@ -15,7 +16,8 @@ GroupPtr SecondRound::group_for(const GroupPtr& group, c10::Device device) {
   parent_ = group;
   // NCCL's futures are complete at once, as a lone rank's are: callbacks run where they are set, in order. Groups that
   // others made cannot be doubled.
-  const bool runs_in_order = group->getSize() == 1 || group->getBackend(device.type())->getBackendName() == "nccl";
+  const bool runs_in_order =
+      group->getSize() == 1 || traits_of(*group->getBackend(device.type())).runs_on_current_stream;
   if (runs_in_order || backend_spec(group).empty()) {
     own_ = group;
   } else {
