@@ -4,11 +4,13 @@
 #include <algorithm>
 #include <chrono>
 
+#include "lockstep/base/deadline.h"
+
 namespace lockstep::detail {
 
 class Deadline {
  public:
-  explicit Deadline(std::chrono::milliseconds timeout) : end_(std::chrono::steady_clock::now() + timeout) {}
+  explicit Deadline(std::chrono::milliseconds timeout) : end_(deadline_after(timeout)) {}
 
   /// At least 1 ms: transports read zero as "no limit" or "the default".
   std::chrono::milliseconds left() const {

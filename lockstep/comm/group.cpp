@@ -14,6 +14,7 @@
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "lockstep/base/deadline.h"
 #include "lockstep/base/env.h"
 #include "lockstep/base/str.h"
 #include "lockstep/comm/builtin_backends.h"
@@ -80,9 +81,7 @@ std::string GroupState::who() const {
 }
 
 GroupState& state_of(const GroupPtr& group) {
-  TORCH_CHECK(group,
-              "[lockstep/comm] the group is null: this rank is not part of it. Ask if (group) first, or leave the "
-              "group out to use the default one.");
+  check_member(group);
   // The class is final, so this is dynamic_cast, only quicker.
   auto& any = *group;
   if (typeid(any) == typeid(StatefulGroup)) return static_cast<StatefulGroup&>(any).state;
@@ -138,7 +137,7 @@ std::vector<std::string> check_in(c10d::Store& store, const std::string& prefix,
   std::vector<std::string> keys;
   for (int rank = 0; rank < group.size; ++rank) keys.push_back(key(rank));
   const auto failed = str("[lockstep/comm] rank ", group.global_ranks[group.rank], ": ", what, " failed: ");
-  const auto deadline = std::chrono::steady_clock::now() + group.timeout;
+  const auto deadline = deadline_after(group.timeout);
   // Asked again and again instead of waited for: a rank thread must notice when another one failed, everybody when the
   // store did, and a wait that times out would be logged as an error by TCPStore.
   auto pause = std::chrono::milliseconds(1);
@@ -215,6 +214,12 @@ BackendPtr make_thread_backend(const BackendRequest& request) {
 }
 
 }  // namespace detail
+
+void check_member(const GroupPtr& group) {
+  TORCH_CHECK(group,
+              "[lockstep/comm] the group is null: this rank is not part of it. Ask if (group) first, or leave the "
+              "group out to use the default one.");
+}
 
 std::vector<int> global_ranks(const GroupPtr& group) {
   return detail::state_of(group).description.global_ranks;

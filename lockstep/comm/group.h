@@ -53,6 +53,9 @@ std::string group_name(const GroupPtr& group = default_group());
 /// The timeout of the group's operations. Local.
 std::chrono::milliseconds group_timeout(const GroupPtr& group = default_group());
 
+/// Throws if the group is null, which new_group() returns on ranks that are not in it. Local.
+void check_member(const GroupPtr& group);
+
 /// Whether the group can move tensors that live on `device`. Local.
 bool serves_device(const GroupPtr& group, c10::DeviceType device);
 

@@ -52,6 +52,7 @@ std::vector<std::string> to_objects(const std::vector<at::Tensor>& pieces, const
 }  // namespace
 
 std::vector<std::string> all_gather_object(const std::string& bytes, const GroupPtr& group) {
+  check_member(group);
   const int size = group->getSize();
   if (size == 1) return {bytes};
   const auto device = object_device(group);
@@ -63,6 +64,7 @@ std::vector<std::string> all_gather_object(const std::string& bytes, const Group
 }
 
 std::vector<std::string> gather_object(const std::string& bytes, int root, const GroupPtr& group) {
+  check_member(group);
   const int size = group->getSize();
   TORCH_CHECK(root >= 0 && root < size, "[lockstep/comm] gather_object: root ", root, " is not in a group of ", size);
   if (size == 1) return {bytes};
@@ -78,6 +80,7 @@ std::vector<std::string> gather_object(const std::string& bytes, int root, const
 }
 
 std::string broadcast_object(const std::string& bytes, int root, const GroupPtr& group) {
+  check_member(group);
   if (group->getSize() == 1) return bytes;
   const auto device = object_device(group);
   const bool is_root = group->getRank() == root;

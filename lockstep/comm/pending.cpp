@@ -2,6 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/SmallVector.h>
 
@@ -96,13 +97,16 @@ struct Pending::State {
   uint64_t sequence = 0;
   bool is_diagnosed = false;
   bool has_futures = true;
-  int64_t divide_by = 0;  // 0: results are complete as they come
+  int64_t divide_by = 0;                                  // 0: results are complete as they come
+  std::vector<std::pair<at::Tensor, at::Tensor>> staged;  // what the backend fills, and where it belongs
 
   std::mutex mutex;  // guards what follows
   bool is_finished = false;
   bool is_memory_safe = false;  // the stream the tensors come from has waited
   std::exception_ptr error;
 
+  /// What is left to be done with the backend's results.
+  void complete_results();
   void wait_for_all();
   void wait_for(c10d::Work& work);
   /// Makes the result final, once. The waiter and the future's callback may come at the same time.
@@ -118,10 +122,19 @@ Pending::State::~State() {
   }
 }
 
+void Pending::State::complete_results() {
+  if (!staged.empty()) {
+    const at::NoGradGuard no_grad;
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    for (const auto& [from, to] : std::exchange(staged, {})) to.copy_(from.view_as(to));
+  }
+  if (const auto ranks = std::exchange(divide_by, 0); ranks > 1) divide_by_ranks(call->results(), ranks);
+}
+
 void Pending::State::finish(std::exception_ptr problem) {
   const std::lock_guard lock(mutex);
   if (is_finished) return;
-  if (!problem && divide_by > 1) divide_by_ranks(call->results(), divide_by);
+  if (!problem) complete_results();
   error = std::move(problem);
   is_finished = true;
   if (call && is_observed()) announce(event_of(*call, group_state.description, error ? "failed" : "done"));
@@ -192,7 +205,8 @@ c10::intrusive_ptr<c10::ivalue::Future> Pending::future() {
   if (!state_) return completed({});
   if (state_->on_stream) return state_->on_stream->future(state_->call->results());
   if (state_->works.empty()) return completed(state_->call->results());
-  if (state_->works.size() == 1 && state_->divide_by <= 1) return state_->works[0]->getFuture();
+  if (state_->works.size() == 1 && state_->divide_by <= 1 && state_->staged.empty())
+    return state_->works[0]->getFuture();
   std::vector<FuturePtr> parts;
   for (const auto& work : state_->works) parts.push_back(work->getFuture());
   return detail::all_of(parts)->then(
@@ -244,6 +258,32 @@ void run_alone(const Call& call) {
   for (const auto& tensor : call.inputs) tensor.mul_(call.factor);
 }
 
+bool is_plain_memory(const at::Tensor& tensor) {
+  return tensor.layout() != at::kStrided || (tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg());
+}
+
+/// libtorch's backends send and fill memory as it lies; gloo does not even ask whether it is in one piece. Exchanges
+/// tensors that are not for copies, and returns those that must be copied back.
+std::vector<std::pair<at::Tensor, at::Tensor>> stage(Call& call, int rank) {
+  std::vector<std::pair<at::Tensor, at::Tensor>> staged;
+  const bool gets_inputs = call.kind == CallKind::kAllReduce || (call.kind == CallKind::kReduce && rank == call.root) ||
+                           (call.kind == CallKind::kBroadcast && rank != call.root);
+  const at::NoGradGuard no_grad;
+  for (auto& input : call.inputs) {
+    if (is_plain_memory(input)) continue;
+    const auto copy = input.detach().resolve_conj().resolve_neg().clone(at::MemoryFormat::Contiguous);
+    if (gets_inputs) staged.emplace_back(copy, input);
+    input = copy;
+  }
+  for (auto& output : call.outputs) {
+    if (is_plain_memory(output)) continue;
+    const auto room = at::empty(output.sizes(), output.options());
+    staged.emplace_back(room, output);
+    output = room;
+  }
+  return staged;
+}
+
 WorkPtr start(const detail::ServingBackend& serving, Call&& call) {
   if (serving.ours != nullptr) return serving.ours->start(std::move(call));
   return detail::dispatch_through_c10d(*serving.backend, std::move(call), serving.traits);
@@ -261,6 +301,11 @@ Pending run_on_backend(Call call, const GroupPtr& group) {
     pending->call = std::move(call);
     return Pending(std::move(pending));
   }
+  if (state.is_alone && is_reduction(call.kind) && call.op == ReduceOp::PREMUL_SUM) {
+    const at::NoGradGuard no_grad;
+    for (auto& input : call.inputs) input = input.mul(call.factor);
+    call.op = ReduceOp::SUM;
+  }
   const bool is_barrier = call.kind == CallKind::kBarrier;
   const auto device = is_barrier ? c10::Device(c10::kCPU) : call.subjects().at(0).device();
   const auto serving =
@@ -274,6 +319,7 @@ Pending run_on_backend(Call call, const GroupPtr& group) {
   const bool is_plain = serving.ours != nullptr && traits.averages && traits.coalesces && traits.names_missing_ranks &&
                         !traits.runs_on_current_stream;
   if (!is_plain || is_observed()) pending->call = call;
+  if (serving.ours == nullptr) pending->staged = stage(call, state.description.rank);
   if (!traits.averages && is_reduction(call.kind) && call.op == ReduceOp::AVG) {
     call.op = ReduceOp::SUM;
     const bool has_result = call.kind != CallKind::kReduce || state.description.rank == call.root;
@@ -297,7 +343,7 @@ Pending run_on_backend(Call call, const GroupPtr& group) {
     call.is_async = false;
     start_all();
     // There too, so that whoever waits or takes the future finds the result complete.
-    if (const auto ranks = std::exchange(pending->divide_by, 0)) divide_by_ranks(pending->call->results(), ranks);
+    pending->complete_results();
   };
   try {
     if (has_stream) {

@@ -11,6 +11,7 @@
 namespace lockstep {
 
 c10::IValue broadcast_value(const c10::IValue& value, int root, const GroupPtr& group, c10::Device device) {
+  check_member(group);
   TORCH_CHECK(root >= 0 && root < group->getSize(), "[lockstep/comm] broadcast_value: rank ", root,
               " is not in the group, which has ", group->getSize(), " ranks");
   const bool is_root = group->getRank() == root;
@@ -29,6 +30,8 @@ c10::IValue broadcast_value(const c10::IValue& value, int root, const GroupPtr& 
 }
 
 c10::IValue copied_to(const c10::IValue& value, c10::Device device, bool non_blocking) {
+  // The host does not follow a stream: it would read before the bytes are there.
+  non_blocking = non_blocking && !device.is_cpu();
   const auto copied = [&](const c10::IValue& each) { return copied_to(each, device, non_blocking); };
   if (value.isTensor()) {
     const auto& tensor = value.toTensor();

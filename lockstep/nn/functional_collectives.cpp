@@ -50,12 +50,14 @@ std::string where(const char* name, const GroupPtr& group) {
 }
 
 void check_op(const char* name, const at::Tensor& tensor, ReduceOp op, const GroupPtr& group) {
+  check_member(group);
   TORCH_CHECK(op != ReduceOp::PREMUL_SUM, where(name, group), " cannot take factors. Multiply the tensor before.");
   TORCH_CHECK(!is_recorded(tensor) || op == ReduceOp::SUM || op == ReduceOp::AVG, where(name, group), " has no ",
               "gradient for '", name_of(op), "'. Use sum or avg, or detach() the tensor.");
 }
 
 int64_t checked_dim(const char* name, const at::Tensor& tensor, int64_t dim, const GroupPtr& group) {
+  check_member(group);
   const auto ndim = tensor.dim();
   TORCH_CHECK(dim >= -ndim && dim < ndim, where(name, group), " along dim ", dim, ": the tensor has ", ndim,
               " dims, sizes ", tensor.sizes());
@@ -244,6 +246,7 @@ at::Tensor all_to_all_single(const at::Tensor& tensor, const GroupPtr& group, co
 }
 
 at::Tensor broadcast(const at::Tensor& tensor, int root, const GroupPtr& group) {
+  check_member(group);
   if (group->getSize() == 1 && root == 0) return tensor.clone(at::MemoryFormat::Contiguous);
   return run<Broadcast>(tensor, root, group);
 }

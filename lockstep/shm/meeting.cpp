@@ -13,6 +13,7 @@
 #include <map>
 #include <optional>
 
+#include "lockstep/base/deadline.h"
 #include "lockstep/base/str.h"
 #include "lockstep/shm/descriptors.h"
 #include "lockstep/shm/errors.h"

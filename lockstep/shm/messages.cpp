@@ -4,6 +4,7 @@
 #include <cstring>
 #include <iterator>
 
+#include "lockstep/base/deadline.h"
 #include "lockstep/base/str.h"
 #include "lockstep/shm/errors.h"
 

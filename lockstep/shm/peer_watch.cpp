@@ -1,5 +1,6 @@
 #include "lockstep/shm/peer_watch.h"
 
+#include "lockstep/base/deadline.h"
 #include "lockstep/base/str.h"
 #include "lockstep/shm/errors.h"
 

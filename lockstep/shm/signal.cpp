@@ -81,11 +81,6 @@ void nap(Signal& signal, std::uint32_t seen, std::chrono::milliseconds time) {
   signal.sleepers.fetch_sub(1, std::memory_order_relaxed);
 }
 
-std::chrono::steady_clock::time_point deadline_after(std::chrono::milliseconds timeout) {
-  constexpr auto kForever = std::chrono::hours(24 * 365 * 10);
-  return Clock::now() + std::min<std::chrono::milliseconds>(timeout, kForever);
-}
-
 int usable_cores() {
   cpu_set_t cores;
   CPU_ZERO(&cores);

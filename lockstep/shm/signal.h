@@ -35,9 +35,6 @@ void ring(Signal& signal);
 /// Sleeps until the counter is no longer `seen`, or the time is over, or for no reason.
 void nap(Signal& signal, std::uint32_t seen, std::chrono::milliseconds time);
 
-/// From now on. A timeout may be as long as there are milliseconds.
-std::chrono::steady_clock::time_point deadline_after(std::chrono::milliseconds timeout);
-
 /// How long to stay awake, in looks at the counter.
 struct Patience {
   int spins = 0;

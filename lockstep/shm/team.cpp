@@ -10,6 +10,7 @@
 #include <new>
 #include <unordered_map>
 
+#include "lockstep/base/deadline.h"
 #include "lockstep/base/str.h"
 #include "lockstep/shm/errors.h"
 #include "lockstep/shm/lifeline.h"

@@ -240,6 +240,45 @@ inline void check_all_to_all(const Place& place, at::ScalarType dtype, int64_t s
   }
 }
 
+/// Columns of a matrix: what lies between their elements must stay.
+inline void check_strides(const Place& place, at::Device device) {
+  const int ranks = place.world_size();
+  const auto column = [&](double value) { return at::full({5, 3}, value, at::TensorOptions(device)).select(1, 1); };
+  const auto check = [](const char* what, const at::Tensor& tensor, double expected, double beside) {
+    const auto matrix = tensor.as_strided({5, 3}, {3, 1}, 0);
+    testing::check_equal(what, tensor, at::full_like(tensor, expected));
+    testing::check_equal(what, matrix.select(1, 0), at::full_like(tensor, beside));
+    testing::check_equal(what, matrix.select(1, 2), at::full_like(tensor, beside));
+  };
+  const double mine = place.rank() + 1;
+  const double sum = ranks * (ranks + 1) / 2.0;
+  auto tensor = column(mine);
+  all_reduce(tensor, place.group());
+  check("all_reduce of a column", tensor, sum, mine);
+  tensor = column(mine);
+  launch_all_reduce(tensor, place.group()).future()->wait();
+  check("the future of a column", tensor, sum, mine);
+  tensor = column(mine);
+  broadcast(tensor, ranks - 1, place.group());
+  check("broadcast of a column", tensor, ranks, mine);
+  tensor = column(mine);
+  reduce(tensor, 0, place.group());
+  if (place.rank() == 0) check("reduce of a column", tensor, sum, mine);
+  std::vector<at::Tensor> outputs;
+  for (int rank = 0; rank < ranks; ++rank) outputs.push_back(column(-1));
+  all_gather(outputs, column(mine), place.group());
+  for (int rank = 0; rank < ranks; ++rank) check("all_gather of columns", outputs[rank], rank + 1, -1);
+  std::vector<at::Tensor> inputs;
+  for (int rank = 0; place.rank() == 0 && rank < ranks; ++rank) inputs.push_back(column(10 + rank));
+  tensor = column(-1);
+  scatter(tensor, inputs, 0, place.group());
+  check("scatter of columns", tensor, 10 + place.rank(), -1);
+  // One element is contiguous whatever its stride.
+  const auto lone = at::full({1, 2}, mine, at::TensorOptions(device)).select(1, 0);
+  all_reduce(lone, place.group());
+  testing::check_equal("one element", lone, at::full_like(lone, sum));
+}
+
 /// Everything, on one device.
 inline void check_all(const Place& place, at::Device device) {
   for (const auto dtype : kDtypes) {
@@ -260,6 +299,7 @@ inline void check_all(const Place& place, at::Device device) {
     check_gathers_coalesced(place, dtype, device);
     check_reduce_scatters_coalesced(place, dtype, ReduceOp::SUM, device);
   }
+  check_strides(place, device);
   barrier(place.group());
 }
 

@@ -119,6 +119,27 @@ inline void check_any_source(const World& world) {
   for (int rank = 1; rank < world.world_size(); ++rank) EXPECT_TRUE(seen[rank]) << rank;
 }
 
+/// Lazily conjugated tensors travel as what they stand for, and one that cannot be written to is an error of its own.
+inline void check_odd_tensors(const World& world) {
+  const auto plain = at::full({3}, c10::complex<double>(1, 2), at::kComplexDouble);
+  if (world.rank() == 0) {
+    send(world, plain.conj(), 1)->wait();
+    send(world, plain, 1)->wait();
+    send(world, at::ones({4}), 1)->wait();
+    send(world, at::ones({4}), 1)->wait();
+  } else if (world.rank() == 1) {
+    auto tensor = at::zeros({3}, at::kComplexDouble);
+    receive(world, tensor, 0)->wait();
+    EXPECT_TRUE(at::equal(at::view_as_real(tensor), at::view_as_real(plain.conj().resolve_conj())));
+    receive(world, tensor.conj(), 0)->wait();
+    EXPECT_TRUE(at::equal(at::view_as_real(tensor), at::view_as_real(plain.conj().resolve_conj())));
+    EXPECT_THROW(receive(world, at::zeros({1}).expand({4}), 0)->wait(), std::exception);
+    const auto next = at::zeros({4});
+    receive(world, next, 0)->wait();
+    EXPECT_TRUE(at::equal(next, at::ones({4})));
+  }
+}
+
 inline void check_strides_and_refusals(const World& world) {
   if (world.rank() == 0) {
     send(world, at::arange(12).view({3, 4}).t(), 1)->wait();
@@ -147,6 +168,7 @@ inline void check_strides_and_refusals(const World& world) {
 inline void check_all(const World& world) {
   check_exchange(world);
   check_tags(world);
+  check_odd_tensors(world);
   check_order_around_the_store(world);
   check_any_source(world);
   check_strides_and_refusals(world);

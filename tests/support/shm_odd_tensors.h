@@ -65,6 +65,12 @@ inline void check_conjugates(const World& world) {
     EXPECT_TRUE(at::equal(at::view_as_real(gathered.narrow(0, 5 * rank, 5)),
                           at::view_as_real(at::full({5}, c10::complex<double>(1, -1.0 - rank), at::kComplexDouble))));
   }
+  const auto sum = plain.clone().conj();
+  all_reduce(sum, world.group());
+  const double ranks = world.world_size();
+  const c10::complex<double> expected(ranks, -ranks * (ranks + 1) / 2);
+  EXPECT_TRUE(
+      at::equal(at::view_as_real(sum.resolve_conj()), at::view_as_real(at::full({5}, expected, at::kComplexDouble))));
 }
 
 inline void check_all(const World& world) {

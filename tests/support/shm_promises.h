@@ -282,6 +282,26 @@ inline void check_memory_outlives_group(const World& world) {
   // To the other group's collectives it is memory as any.
   all_reduce(sum, world.group());
   EXPECT_TRUE(at::equal(sum, at::full({100'000}, 3 * ranks)));
+  sum.resize_({200'000}).fill_(1);
+  all_reduce(sum, world.group());
+  EXPECT_TRUE(at::equal(sum, at::full({200'000}, ranks)));
+}
+
+/// It can grow although nothing is left of its group.
+inline void check_tensor_grows_beyond_group(const World& world) {
+  at::Tensor tensor;
+  at::Tensor empty;
+  {
+    const auto group = new_group(world.group(), all_ranks(world));
+    tensor = cpu_backend(group)->allocateTensor(10, at::kFloat).fill_(2);
+    empty = cpu_backend(group)->allocateTensor(0, at::kFloat);
+    barrier(group);
+  }
+  barrier(world.group());
+  EXPECT_TRUE(at::equal(tensor.resize_({100'000}).narrow(0, 0, 10), at::full({10}, 2.0F)));
+  empty.resize_({100'000}).fill_(1);
+  all_reduce(empty, world.group());
+  EXPECT_EQ(empty[99'999].item<float>(), static_cast<float>(world.world_size()));
 }
 
 }  // namespace lockstep::shm_promises

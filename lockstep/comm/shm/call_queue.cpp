@@ -2,6 +2,8 @@
 
 #include <ATen/core/ivalue.h>
 
+#include "lockstep/base/deadline.h"
+
 namespace lockstep::detail {
 namespace {
 
@@ -99,7 +101,7 @@ void CallQueue::run(const WorkPtr& work) {
 }
 
 bool CallQueue::wait(QueuedWork& work, std::chrono::milliseconds timeout) {
-  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  const auto deadline = deadline_after(timeout);
   std::unique_lock lock(mutex_);
   while (!work.is_done_) {
     if (timeout != kNoTimeout) {

@@ -3,6 +3,8 @@
 #include <c10/core/CPUAllocator.h>
 
 #include <cstring>
+#include <mutex>
+#include <vector>
 
 #include "lockstep/shm/errors.h"
 #include "lockstep/shm/pool.h"
@@ -21,38 +23,45 @@ void free_block(void* context) {
   block->pool->free(block->at);
 }
 
+/// Never destroyed: a tensor that can grow keeps a bare pointer to it.
 class ShmAllocator final : public c10::Allocator {
  public:
   explicit ShmAllocator(const shm::Team& team) : pool_(team.pool()), who_(team.seat().who()) {}
 
+  bool serves(const shm::Team& team) const { return pool_.lock() == team.pool() && who_ == team.seat().who(); }
+
   c10::DataPtr allocate(std::size_t bytes) override {
     if (bytes == 0) return {nullptr, c10::Device(c10::kCPU)};
+    const auto pool = pool_.lock();
+    // A tensor grew after all its groups are gone: nobody is left to share it with.
+    if (!pool) return c10::GetCPUAllocator()->allocate(bytes);
     std::byte* at = nullptr;
     try {
-      at = pool_->allocate(bytes, who_);
+      at = pool->allocate(bytes, who_);
     } catch (const shm::MemoryError& error) {
       TORCH_CHECK_WITH(OutOfMemoryError, false, error.what());
     }
-    return {at, new Block{pool_, at}, &free_block, c10::Device(c10::kCPU)};
+    return {at, new Block{pool, at}, &free_block, c10::Device(c10::kCPU)};
   }
 
   void copy_data(void* to, const void* from, std::size_t bytes) const override { std::memcpy(to, from, bytes); }
 
  private:
-  const std::shared_ptr<shm::Pool> pool_;
+  const std::weak_ptr<shm::Pool> pool_;
   const std::string who_;
 };
 
-/// The process's own, behind an owner that does not free it.
-std::shared_ptr<c10::Allocator> ordinary_allocator() {
-  return {c10::GetCPUAllocator(), [](c10::Allocator*) {}};
-}
-
 }  // namespace
 
-std::shared_ptr<c10::Allocator> make_shm_allocator(const shm::Team& team) {
-  if (!team.pool()) return ordinary_allocator();
-  return std::make_shared<ShmAllocator>(team);
+c10::Allocator* shm_allocator(const shm::Team& team) {
+  if (!team.pool()) return c10::GetCPUAllocator();
+  static std::mutex mutex;
+  static auto& all = *new std::vector<std::unique_ptr<ShmAllocator>>();
+  const std::lock_guard lock(mutex);
+  for (const auto& each : all) {
+    if (each->serves(team)) return each.get();
+  }
+  return all.emplace_back(std::make_unique<ShmAllocator>(team)).get();
 }
 
 }  // namespace lockstep::detail

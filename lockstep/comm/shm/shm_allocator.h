@@ -9,8 +9,8 @@
 
 namespace lockstep::detail {
 
-/// Among threads it is the ordinary CPU allocator: they reach each other's memory anyway. Thread-safe; what it hands
-/// out keeps the mapping alive, also beyond the group.
-std::shared_ptr<c10::Allocator> make_shm_allocator(const shm::Team& team);
+/// Lives for good. Among threads it is the ordinary CPU allocator: they reach each other's memory anyway. Thread-safe;
+/// what it hands out keeps the mapping alive, also beyond the group.
+c10::Allocator* shm_allocator(const shm::Team& team);
 
 }  // namespace lockstep::detail

@@ -105,18 +105,24 @@ void ShmWork::perform(bool is_background) {
     request.dtype = shm_dtype(subjects[0].scalar_type());
     request.element_bytes = subjects[0].element_size();
   }
-  try {
-    collectives_->run(request, is_background ? shm::Patience::of_background() : shm::Patience::of_caller(team.size()));
-  } catch (const shm::PeerError& error) {
-    // A slow rank may still write to tensors it reaches directly. They are kept for good: their owner must not give the
-    // memory to something else.
+  // If it fails on the way, a slow rank may still write to tensors it reaches directly. They are kept for good: their
+  // owner must not give the memory to something else.
+  const auto keep_reached_tensors = [&] {
     const bool are_reached = std::any_of(spans.gives().begin(), spans.gives().end(), [&](const shm::Span& span) {
       return team.locate(span.at, span.bytes).has_value();
     });
     if (are_reached) new Call(spans.call());
-    throw c10::DistBackendError(error.what());
+  };
+  try {
+    collectives_->run(request, is_background ? shm::Patience::of_background() : shm::Patience::of_caller(team.size()));
   } catch (const shm::MismatchError& error) {
     TORCH_CHECK(false, error.what());
+  } catch (const shm::PeerError& error) {
+    keep_reached_tensors();
+    throw c10::DistBackendError(error.what());
+  } catch (...) {
+    keep_reached_tensors();
+    throw;
   }
   spans.write_back();
 }
@@ -132,7 +138,7 @@ ShmBackend::ShmBackend(std::shared_ptr<shm::Team> team, std::chrono::millisecond
       team_(std::move(team)),
       collectives_(std::make_shared<shm::Collectives>(team_)),
       queue_(std::make_shared<CallQueue>()),
-      allocator_(make_shm_allocator(*team_)),
+      allocator_(shm_allocator(*team_), [](c10::Allocator*) {}),
       messages_(std::make_shared<shm::Messages>(team_)) {}
 
 ShmBackend::~ShmBackend() {

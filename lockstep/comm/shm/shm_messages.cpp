@@ -2,7 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/ivalue.h>
-#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 
 #include "lockstep/comm/failure.h"
@@ -29,10 +29,13 @@ class MessageWork final : public c10d::Work {
       finish(error);
       return;
     }
-    if (!buffer_.is_same(tensor_) && retrieveOpType() != c10d::OpType::SEND) {
-      const at::NoGradGuard no_grad;
-      const at::AutoDispatchBelowADInplaceOrView below_autograd;
-      tensor_.copy_(buffer_);
+    try {
+      write_back();
+    } catch (...) {
+      // On the messages' own thread, where nobody else would catch it.
+      future_->setError(std::current_exception());
+      finish(std::current_exception());
+      return;
     }
     // First the future: who has waited may ask for it.
     future_->markCompleted(c10::IValue(std::vector<at::Tensor>{tensor_}));
@@ -40,6 +43,13 @@ class MessageWork final : public c10d::Work {
   }
 
  private:
+  void write_back() {
+    if (buffer_.is_same(tensor_) || retrieveOpType() == c10d::OpType::SEND) return;
+    const at::NoGradGuard no_grad;
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    tensor_.copy_(buffer_);
+  }
+
   static std::exception_ptr with_libtorch_type(const std::exception_ptr& error) {
     try {
       std::rethrow_exception(error);
@@ -49,7 +59,7 @@ class MessageWork final : public c10d::Work {
   }
 
   const at::Tensor tensor_;
-  const at::Tensor buffer_;  // contiguous; the tensor itself if it is
+  const at::Tensor buffer_;  // bytes as they travel; the tensor itself if it lies so
   const c10::intrusive_ptr<c10::ivalue::Future> future_ =
       c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
   std::atomic<int> peer_ = -1;
@@ -67,12 +77,17 @@ shm::Messages::Transfer transfer_for(const c10::intrusive_ptr<MessageWork>& work
           .done = [work](std::exception_ptr error, int who) { work->complete(std::move(error), who); }};
 }
 
+/// Its memory is what is sent: in one piece, and not waiting to be conjugated or negated.
+at::Tensor plain(const at::Tensor& tensor) {
+  return tensor.resolve_conj().resolve_neg().contiguous();
+}
+
 }  // namespace
 
 c10::intrusive_ptr<c10d::Work> send_tensor(shm::Messages& messages, const at::Tensor& tensor, int to, int tag,
                                            std::chrono::milliseconds timeout) {
   const at::NoGradGuard no_grad;
-  const auto work = c10::make_intrusive<MessageWork>(c10d::OpType::SEND, tensor, tensor.contiguous());
+  const auto work = c10::make_intrusive<MessageWork>(c10d::OpType::SEND, tensor, plain(tensor));
   messages.send(transfer_for(work, to, tag, timeout));
   return work;
 }
@@ -80,7 +95,8 @@ c10::intrusive_ptr<c10d::Work> send_tensor(shm::Messages& messages, const at::Te
 c10::intrusive_ptr<c10d::Work> receive_tensor(shm::Messages& messages, const at::Tensor& tensor, int from, int tag,
                                               std::chrono::milliseconds timeout) {
   const at::NoGradGuard no_grad;
-  const auto buffer = tensor.is_contiguous() ? tensor : at::empty_like(tensor, at::MemoryFormat::Contiguous);
+  const bool is_plain = tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+  const auto buffer = is_plain ? tensor : at::empty(tensor.sizes(), tensor.options());
   const auto type = from == shm::Messages::kAnyRank ? c10d::OpType::RECVANYSOURCE : c10d::OpType::RECV;
   const auto work = c10::make_intrusive<MessageWork>(type, tensor, buffer);
   messages.receive(transfer_for(work, from, tag, timeout));

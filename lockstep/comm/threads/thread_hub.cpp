@@ -8,6 +8,7 @@
 #include <limits>
 #include <unordered_map>
 
+#include "lockstep/base/deadline.h"
 #include "lockstep/base/str.h"
 #include "lockstep/comm/failure.h"
 
@@ -216,7 +217,7 @@ std::shared_ptr<Meeting> ThreadHub::arrive(int rank, uint64_t sequence, Call&& c
 void ThreadHub::wait(Meeting& meeting, int rank, uint64_t sequence, std::chrono::milliseconds timeout) {
   run_->schedule().pause(ThreadRun::current_rank());
   std::unique_lock lock(mutex_);
-  if (!changed_.wait_for(lock, timeout, [&] { return meeting.is_done; })) {
+  if (!changed_.wait_until(lock, deadline_after(timeout), [&] { return meeting.is_done; })) {
     const auto missing = missing_ranks(meeting);
     const auto what = meeting.seats[rank]->call.describe();
     lock.unlock();

@@ -8,6 +8,8 @@
 #include <ATen/ops/minimum.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
+
 #include "lockstep/base/str.h"
 #include "lockstep/comm/threads/thread_hub.h"
 
@@ -99,6 +101,18 @@ void reduce_scatter(const std::vector<const Call*>& calls, std::size_t i, const 
   for (std::size_t to = 0; to < calls.size(); ++to) write(calls[to]->outputs[i], shares[to]);
 }
 
+/// The rank's inputs, copied if its outputs are written over them.
+Pieces safe_inputs(const Call& call) {
+  Pieces inputs = call.inputs;
+  for (auto& input : inputs) {
+    if (std::any_of(call.outputs.begin(), call.outputs.end(),
+                    [&](const auto& out) { return out.is_alias_of(input); })) {
+      input = input.clone();
+    }
+  }
+  return inputs;
+}
+
 void all_to_all(const std::vector<Pieces>& inputs, const std::vector<Pieces>& outputs) {
   for (std::size_t to = 0; to < outputs.size(); ++to) {
     for (std::size_t from = 0; from < inputs.size(); ++from) {
@@ -156,15 +170,18 @@ void perform(const std::vector<const Call*>& calls) {
     case CallKind::kGather:
       for (int from = 0; from < size; ++from) write(calls[first.root]->outputs[from], calls[from]->inputs[0]);
       return;
-    case CallKind::kScatter:
-      for (int to = 0; to < size; ++to) write(calls[to]->outputs[0], calls[first.root]->inputs[to]);
+    case CallKind::kScatter: {
+      const auto inputs = safe_inputs(*calls[first.root]);
+      for (int to = 0; to < size; ++to) write(calls[to]->outputs[0], inputs[to]);
       return;
+    }
     case CallKind::kAllToAll:
-      return all_to_all(each([](const Call& call) { return call.inputs; }),
+      return all_to_all(each([](const Call& call) { return safe_inputs(call); }),
                         each([](const Call& call) { return call.outputs; }));
     case CallKind::kAllToAllSingle:
-      return all_to_all(each([&](const Call& call) { return pieces_of(call.inputs[0], call.input_splits, size); }),
-                        each([&](const Call& call) { return pieces_of(call.outputs[0], call.output_splits, size); }));
+      return all_to_all(
+          each([&](const Call& call) { return pieces_of(safe_inputs(call)[0], call.input_splits, size); }),
+          each([&](const Call& call) { return pieces_of(call.outputs[0], call.output_splits, size); }));
     case CallKind::kBarrier:
       return;
   }
@@ -192,8 +209,10 @@ std::optional<std::string> find_mismatch(const Call& one, const Call& other) {
   if (is_reduction(one.kind) && one.op != other.op) return "reductions";
   if (has_root(one.kind) && one.root != other.root) return "roots";
   if (dtype_of(one) != dtype_of(other)) return "dtypes";
+  if ((has_equal_inputs(one.kind) || one.kind == CallKind::kAllGather) && one.inputs.size() != other.inputs.size()) {
+    return "numbers of tensors";
+  }
   if (!has_equal_inputs(one.kind)) return std::nullopt;
-  if (one.inputs.size() != other.inputs.size()) return "numbers of tensors";
   for (std::size_t i = 0; i < one.inputs.size(); ++i) {
     if (one.inputs[i].numel() != other.inputs[i].numel()) return "sizes";
     if (one.inputs[i].scalar_type() != other.inputs[i].scalar_type()) return "dtypes";

@@ -155,29 +155,6 @@ TEST_P(Hierarchical, GivesAllRanksTheSameBits) {
   });
 }
 
-TEST_P(HierarchicalCalls, TakesTensorsThatAreNotContiguous) {
-  testing::run_processes_in_gtest(options_for(GetParam()), [](const World& world) {
-    const auto group = group_on(GetParam(), world);
-    const int ranks = world.world_size();
-    const auto strided = [&](double value) { return at::full({4, 3}, value).t().slice(0, 0, 2); };
-    auto tensor = strided(world.rank() + 1);
-    ASSERT_FALSE(tensor.is_contiguous());
-    all_reduce(tensor, group);
-    testing::check_equal("all_reduce", tensor, strided(ranks * (ranks + 1) / 2.0));
-    tensor = strided(world.rank());
-    broadcast(tensor, ranks - 1, group);
-    testing::check_equal("broadcast", tensor, strided(ranks - 1));
-    // One element is contiguous whatever its stride.
-    auto lone = at::full({1, 2}, world.rank() + 1.0).select(1, 0);
-    all_reduce(lone, group);
-    testing::check_equal("one element", lone, at::full({1}, ranks * (ranks + 1) / 2.0));
-    std::vector<at::Tensor> outputs;
-    for (int rank = 0; rank < ranks; ++rank) outputs.push_back(strided(-1));
-    all_gather(outputs, strided(world.rank()), group);
-    for (int rank = 0; rank < ranks; ++rank) testing::check_equal("all_gather", outputs[rank], strided(rank));
-  });
-}
-
 TEST_P(HierarchicalCalls, LeavesInputsAsTheyAre) {
   testing::run_processes_in_gtest(options_for(GetParam()), [](const World& world) {
     const auto group = group_on(GetParam(), world);

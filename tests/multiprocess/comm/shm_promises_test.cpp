@@ -29,6 +29,7 @@ TEST_P(ShmPromises, ZeroCopyTensors) {
     shm_promises::check_zero_copy(world);
     shm_promises::check_in_place(world);
     shm_promises::check_memory_outlives_group(world);
+    shm_promises::check_tensor_grows_beyond_group(world);
   });
 }
 
@@ -70,6 +71,16 @@ TEST(ShmLoneRank, MultipliesByItsFactor) {
     launch({.kind = CallKind::kAllReduce, .inputs = {tensor}, .op = ReduceOp::PREMUL_SUM, .factor = 0.25},
            world.group())
         .wait();
+    EXPECT_TRUE(at::equal(tensor, at::full({5}, 0.25F)));
+    const auto output = at::zeros({5});
+    launch({.kind = CallKind::kReduceScatterSingle,
+            .inputs = {tensor},
+            .outputs = {output},
+            .op = ReduceOp::PREMUL_SUM,
+            .factor = 2},
+           world.group())
+        .wait();
+    EXPECT_TRUE(at::equal(output, at::full({5}, 0.5F)));
     EXPECT_TRUE(at::equal(tensor, at::full({5}, 0.25F)));
   });
 }

@@ -37,6 +37,18 @@ LOCKSTEP_RANK_TEST(Groups, AreMadeFromRankLists, 4) {
   EXPECT_EQ(sum.item<int>(), world.rank() < 2 ? 1 : 5);
 }
 
+LOCKSTEP_THREAD_TEST(Groups, AreRefusedByRanksOutsideOfThem, 2) {
+  const auto first = new_group(world.group(), {0});
+  if (world.rank() == 0) return;
+  const std::vector<std::string> message = {"the group is null", "not part of it"};
+  expect_error([&] { all_gather_object("a", first); }, message);
+  expect_error([&] { gather_object("a", 0, first); }, message);
+  expect_error([&] { broadcast_object("a", 0, first); }, message);
+  expect_error([&] { broadcast_value(1, 0, first, at::kCPU); }, message);
+  expect_error([&] { host_numbers(first); }, message);
+  expect_error([&] { check_same_on_all_ranks("this", "a", first); }, message);
+}
+
 LOCKSTEP_THREAD_TEST(Groups, RefuseBadRankLists, 2) {
   expect_error([&] { new_group(world.group(), {}); }, {"rank " + std::to_string(world.rank()), "at least one rank"});
   expect_error([&] { new_group(world.group(), {0, 2}); }, {"rank 2 is not in group 'world' of 2"});

@@ -23,6 +23,7 @@ TEST_P(ShmPromises, ZeroCopyTensors) {
     shm_promises::check_zero_copy(world);
     shm_promises::check_in_place(world);
     shm_promises::check_memory_outlives_group(world);
+    shm_promises::check_tensor_grows_beyond_group(world);
   });
 }
 

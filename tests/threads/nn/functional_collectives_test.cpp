@@ -281,6 +281,13 @@ TEST(FunctionalCollective, RefusesWhatItCannotDo) {
   expect_error([&] { functional::all_to_all_single(leaf, group, {1, 2}); }, {"output splits alone", "Give both"});
   expect_error([&] { functional::all_reduce(leaf, group, ReduceOp::PREMUL_SUM); }, {"factors"});
   expect_error([&] { functional::broadcast(leaf, 2, group); }, {"2"});
+  const GroupPtr none;
+  expect_error([&] { functional::all_reduce(leaf, none); }, {"the group is null"});
+  expect_error([&] { functional::all_gather(leaf, none); }, {"the group is null"});
+  expect_error([&] { functional::reduce_scatter(leaf, none); }, {"the group is null"});
+  expect_error([&] { functional::all_to_all_single(leaf, none); }, {"the group is null"});
+  expect_error([&] { functional::broadcast(leaf, 0, none); }, {"the group is null"});
+  expect_error([&] { functional::reduce(leaf, 0, none); }, {"the group is null"});
 }
 
 }  // namespace

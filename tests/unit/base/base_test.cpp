@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <thread>
 
+#include "lockstep/base/deadline.h"
 #include "lockstep/base/env.h"
 #include "lockstep/base/observer.h"
 #include "lockstep/base/rank_local.h"
@@ -18,6 +19,12 @@ namespace {
 
 bool is_open(int fd) {
   return ::fcntl(fd, F_GETFD) != -1;
+}
+
+TEST(Deadline, OfAnEndlessTimeoutDoesNotOverflow) {
+  const auto now = std::chrono::steady_clock::now();
+  EXPECT_GT(deadline_after(std::chrono::milliseconds::max()), now + std::chrono::hours(1));
+  EXPECT_LT(deadline_after(std::chrono::milliseconds(5)), now + std::chrono::hours(1));
 }
 
 TEST(UniqueFd, ClosesOnceAndMoves) {
