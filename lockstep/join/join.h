@@ -53,6 +53,14 @@ class Join {
   /// collective, and tells the others, whose collectives on the group throw naming it (announce_failure()).
   JoinReport run(const std::function<void()>& body);
 
+  /// `update` is all that a live rank does with the averaged gradients: clip, step(), learning rate. Joined ranks run
+  /// it in each mirrored iteration in which gradients are reduced, after the hooks. For optimizers that do not
+  /// communicate: without it what they keep (momentum, step counts, learning rate) stays behind on ranks that ran out,
+  /// and the next epoch's replicas differ, which DDP notices. Before finish(), alike on all ranks:
+  ///   lockstep::Join({&ddp}).mirror(update).run(train);
+  Join& mirror(std::function<void()> update);
+  bool is_update_mirrored() const { return update_ != nullptr; }
+
   /// This rank has no more inputs: mirrors the others until none is live, then runs the post hooks. Collective. Throws
   /// if all ranks stop early (JoinSettings), after which the group stays usable; the same if the scope has ended.
   JoinReport finish();
@@ -74,9 +82,17 @@ class Join {
   /// JoinPhase::kGradients it also says whether a step follows. Collective. Empty outside an enabled scope.
   static JoinTally own_tally(Joinable& joinable, const JoinVote& vote = {});
 
-  /// Whether joined ranks do what live ones do between backward and step(): JoinSettings::before_mirrored_step is
-  /// given, nothing is mirrored, or there is no scope. For joinables that communicate there. Local.
+  /// Whether joined ranks do what live ones do between backward and step(): JoinSettings::before_mirrored_step, or the
+  /// joinable's own in mirrored_steps, is given, nothing is mirrored, or there is no scope. For joinables that
+  /// communicate there. Local.
   static bool is_preparation_mirrored(const Joinable& joinable);
+
+  /// The open scope that a joinable is in; null if there is none. Local.
+  static const Join* scope_of(const Joinable& joinable) { return joinable.scope_; }
+
+  /// Throws if `joinable`, which is about to communicate, is in no scope while this rank trains in one over the same
+  /// group: ranks that run out would not take part. Local.
+  static void check_listed(const Joinable& joinable);
 
   /// The rank of the group whose model counts: the highest of the last joiners. Same on all ranks, known from the last
   /// iteration's tally without communication. In post_hook() only.
@@ -86,17 +102,24 @@ class Join {
   enum class Stage { kOpen, kMirroring, kPost, kEnded };
 
   void check_list() const;
+  void check_callbacks() const;
   void check_same_settings(const JoinTally& tally) const;
   std::size_t position_of(const Joinable& joinable) const;
   void check_begun(const Joinable& joinable);
+  /// What the joinables say of themselves, as one number.
+  int64_t progress() const;
+  void check_same_progress(const JoinTally& tally) const;
+  void check_same_votes(const JoinTally& tally) const;
   JoinTally begin_iteration(Joinable& joinable, const JoinVote& vote);
   JoinTally send(const detail::ControlFlags& flags, detail::Sending sending) const;
   bool is_attentive() const;
   void mirror_others();
   void mirror_iteration();
-  /// Whether the iteration that is mirrored ends with a step: some joinable that reduces gradients does so. Local
-  /// backwards, as under no_sync(), and evaluations are followed by none. Known when those joinables' hooks have run.
-  bool has_step() const;
+  /// Positions of the joinables whose gradients the joinable at `position` steps with.
+  std::vector<std::size_t> gradients_before(std::size_t position) const;
+  /// Whether one of these joinables, all if there is none, reduces gradients in the iteration that is mirrored. Local
+  /// backwards, as under no_sync(), and evaluations are followed by no step. Known when their hooks have run.
+  bool has_step(const std::vector<std::size_t>& positions) const;
   void warn_of_skew();
   void run_post_hooks();
   /// Reads tallies of own iterations: all of them, or those that cost no wait.
@@ -115,6 +138,7 @@ class Join {
   const int exceptions_at_start_;
   GroupPtr group_;
   std::vector<std::unique_ptr<JoinHook>> hooks_;  // empty if not enabled
+  std::function<void()> update_;
 
   Stage stage_ = Stage::kOpen;
   std::string stop_reason_;  // not empty once all ranks have stopped early
@@ -122,6 +146,8 @@ class Join {
   std::vector<JoinTally> own_tallies_;  // in a mirrored iteration, of those joinables whose hooks asked for one
   std::deque<JoinTally> unread_;        // of own iterations, oldest first
   std::vector<int64_t> begun_;          // iterations by joinable
+  std::vector<int64_t> last_begun_;     // by joinable, counted from 1
+  bool was_local_ = false;              // this rank's last iteration reduced nothing
   std::optional<int> last_live_;        // highest live rank of the last iteration read
   JoinReport report_;
 };

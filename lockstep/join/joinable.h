@@ -4,8 +4,10 @@
 
 #include <c10/core/Device.h>
 
+#include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "lockstep/comm/group.h"
 #include "lockstep/join/options.h"
@@ -23,6 +25,10 @@ class JoinHook {
   /// the live ranks said is in Join::current_tally(). A call of Join::notify() in here does nothing.
   virtual void main_hook() {}
 
+  /// Whether this rank, which has joined, has something left that main_hook() gives to the next reduction: gradients of
+  /// backwards under no_sync(). Asked before every iteration if it is the first joinable's. Local.
+  virtual bool has_leftovers() const { return false; }
+
   /// Once on every rank, after all have joined. `is_last_joiner` is true on the ranks that mirrored nothing: at least
   /// one, maybe several. Join::authoritative_rank() is one of them.
   virtual void post_hook(bool /*is_last_joiner*/) {}
@@ -37,9 +43,19 @@ struct JoinConfig {
   friend bool operator==(const JoinConfig&, const JoinConfig&) = default;
 };
 
-/// When in an iteration a joinable communicates. Scopes refuse lists in which a kStep stands before a kGradients: its
-/// collectives come later, and the ranks would never meet. Where there are some of kGradients, their votes alone decide
-/// whether joined ranks run the hooks of kStep.
+/// What must be the same on all ranks of a scope, of a joinable that steps. Ranks that differ throw.
+struct JoinProgress {
+  int64_t steps = 0;
+  std::vector<double> learning_rates = {};  // of the last one, by parameter group
+  uint64_t history = 0;                     // a hash of all of them
+
+  void add_step(std::vector<double> rates);
+};
+
+/// When in an iteration a joinable communicates. A kStep uses the gradients of those of kGradients that stand before
+/// it, since the last kStep before them: one after the other, [ddpG, zeroG, ddpD, zeroD], or together, [ddpG, ddpD,
+/// zeroG, zeroD]. Their votes alone decide whether joined ranks run its hook. Scopes refuse lists in which a kStep
+/// stands before all of kGradients: its collectives come later, and the ranks would never meet.
 enum class JoinPhase { kAny, kGradients, kStep };
 
 /// Calls Join::notify(*this) in every iteration before its own collectives. Belongs to one scope at a time and must
@@ -62,6 +78,8 @@ class Joinable {
   /// For messages.
   virtual std::string join_name() const { return "joinable"; }
   virtual JoinPhase join_phase() const { return JoinPhase::kAny; }
+  /// The steps it has taken in the scope. Ranks compare it at every iteration and at the end, live or joined.
+  virtual JoinProgress join_progress() const { return {}; }
 
   const JoinConfig& join_config() const { return config_; }
 

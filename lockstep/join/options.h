@@ -36,6 +36,14 @@ struct JoinOptions {
   }
 };
 
+class Joinable;
+
+/// What a live rank does around the step of one joinable.
+struct MirroredStep {
+  std::function<void()> before = nullptr;
+  std::function<void()> after = nullptr;
+};
+
 struct JoinSettings {
   /// False: the scope does nothing at all. All ranks promise to have the same number of iterations.
   bool enable = true;
@@ -47,11 +55,14 @@ struct JoinSettings {
   /// a joinable of JoinPhase::kStep steps: what a live rank does between backward and step(), such as clipping.
   std::function<void()> before_mirrored_step = nullptr;
   /// Called on a joined rank after the main hooks of such an iteration: what a live rank does after step(), such as
-  /// advancing a learning rate. Without it a joined rank's share of a sharded optimizer keeps the old one.
+  /// advancing a learning rate. Ranks that stepped with different ones throw. Plain optimizers: see Join::mirror().
   std::function<void()> on_mirrored_step = nullptr;
   /// All ranks stop, by an error naming the ranks that ran out long ago, when one would have to mirror more than this.
   /// Costs the same wait as throw_on_early_termination.
   std::optional<int64_t> max_mirrored_iterations = std::nullopt;
+  /// For lists of several models, [ddpG, zeroG, ddpD, zeroD]: the same two callbacks for each joinable that steps,
+  /// called around its main hook. before_mirrored_step is refused there: it could not say whose gradients are meant.
+  std::map<const Joinable*, MirroredStep> mirrored_steps = {};
 };
 
 }  // namespace lockstep

@@ -21,6 +21,7 @@ int64_t words_per_set(int ranks) {
 struct JoinTally::State {
   const int ranks;
   const at::Tensor message;
+  const int64_t progress;  // this rank's
   Pending pending = {};
 
   std::mutex mutex = {};
@@ -49,24 +50,33 @@ std::vector<int> JoinTally::ranks_in(Set set) const {
   return ranks;
 }
 
+bool JoinTally::has_same_progress() const {
+  const auto words = state_->read();
+  const auto sum = words.const_data_ptr<int64_t>()[kSets * words_per_set(state_->ranks)];
+  return sum == state_->progress * state_->ranks;
+}
+
 bool JoinTally::is_ready() const {
   return state_->message.device().is_cpu() && state_->pending.is_completed();
 }
 
 JoinTally detail::send_flags(const ControlFlags& flags, const GroupPtr& group, c10::Device device, Sending sending) {
   const auto words = words_per_set(group->getSize());
-  auto message = at::zeros({JoinTally::kSets * words}, at::kLong);
+  auto message = at::zeros({JoinTally::kSets * words + 1}, at::kLong);
   auto* bits = message.mutable_data_ptr<int64_t>();
   const auto add_me_to = [&](JoinTally::Set set) {
     bits[set * words + group->getRank() / kRanksPerWord] |= int64_t{1} << (group->getRank() % kRanksPerWord);
   };
   if (flags.is_live) add_me_to(JoinTally::kLive);
   if (flags.will_reduce) add_me_to(JoinTally::kReducing);
+  if (flags.gives_leftovers) add_me_to(JoinTally::kLeftovers);
   if (flags.wants_stop) add_me_to(JoinTally::kStopping);
   if (flags.is_attentive) add_me_to(JoinTally::kAttentive);
+  bits[JoinTally::kSets * words] = flags.progress;
   JoinTally tally;
-  tally.state_ = std::make_shared<JoinTally::State>(group->getSize(), message.to(device));
-  const LabelScope label({"Join's control message"});
+  tally.state_ = std::make_shared<JoinTally::State>(group->getSize(), message.to(device), flags.progress);
+  const LabelScope label(
+      {flags.was_local ? "Join's control message after no_sync() or no_grad" : "Join's control message"});
   if (sending == Sending::kAsync) {
     tally.state_->pending = launch_all_reduce(tally.state_->message, group);
   } else {

@@ -1,6 +1,6 @@
 // The control message of a Join scope: at the start of every iteration each rank says whether it is live and what it is
 // about to do, and one small all-reduce tells everybody. A message is a few sets of ranks, as bits: since no two ranks
-// set the same bit, the sum is the union. See docs/join.md.
+// set the same bit, the sum is the union. One number more says what a rank has done so far. See docs/join.md.
 #pragma once
 
 #include <memory>
@@ -16,6 +16,8 @@ class JoinTally;
 struct JoinVote {
   /// Whether this iteration's backward reduces gradients: not under no_sync(), and not with grad mode off.
   bool will_reduce = true;
+  /// A joined rank has gradients of backwards that were not reduced: it gives them to the next reduction.
+  bool gives_leftovers = false;
 };
 
 namespace detail {
@@ -24,10 +26,18 @@ namespace detail {
 struct ControlFlags {
   bool is_live = false;
   bool will_reduce = false;
+  bool gives_leftovers = false;
   bool wants_stop = false;
   /// This rank's scope reads every message before the iteration goes on. Same on all ranks.
   bool is_attentive = false;
+  /// What the joinables have done, the same number on all ranks; of kProgressBits.
+  int64_t progress = 0;
+  /// For messages: this rank's last iteration reduced no gradients.
+  bool was_local = false;
 };
+
+/// So that neither the sum over all ranks nor its comparison overflows.
+constexpr int kProgressBits = 40;
 
 enum class Sending { kBlocking, kAsync };
 
@@ -46,18 +56,23 @@ class JoinTally {
 
   bool is_open() const { return state_ != nullptr; }
   int live_count() const { return static_cast<int>(live_ranks().size()); }
-  /// Live ranks whose backward reduces gradients: what their sum is divided by if not by the world size.
+  /// Live ranks whose backward reduces gradients.
   int reducing_count() const { return static_cast<int>(reducing_ranks().size()); }
+  /// Ranks that have something to give: live ones, and joined ones with gradients that were not reduced. What the sum
+  /// of gradients is divided by if not by the world size.
+  int giving_count() const { return live_count() + static_cast<int>(ranks_in(kLeftovers).size()); }
   std::vector<int> live_ranks() const { return ranks_in(kLive); }
   std::vector<int> reducing_ranks() const { return ranks_in(kReducing); }
 
  private:
   friend class Join;
   friend JoinTally detail::send_flags(const detail::ControlFlags&, const GroupPtr&, c10::Device, detail::Sending);
-  enum Set { kLive, kReducing, kStopping, kAttentive, kSets };
+  enum Set { kLive, kReducing, kLeftovers, kStopping, kAttentive, kSets };
   struct State;
 
   std::vector<int> ranks_in(Set set) const;
+  /// All ranks sent the same progress. False is certain; true is as good as certain.
+  bool has_same_progress() const;
   /// True if reading neither blocks nor waits for a device.
   bool is_ready() const;
 
