@@ -37,6 +37,9 @@ class AllReduceSink final : public GradientSink {
   void set_consumer(GradientConsumer consumer) { consumer_ = std::move(consumer); }
   bool has_consumer() const { return consumer_.take != nullptr; }
 
+  /// Of a bucket that has arrived, by place.
+  std::vector<at::Tensor> reduced_gradients(const Bucket& bucket) const;
+
   void set_up(Bucket& bucket) override;
   void begin_backward() override { next_to_consume_ = 0; }
   double scale(double divisor) const override;
@@ -51,7 +54,6 @@ class AllReduceSink final : public GradientSink {
 
  private:
   at::Tensor result_of(const Bucket& bucket) const;
-  std::vector<at::Tensor> reduced_gradients(const Bucket& bucket) const;
   void offer(Bucket& bucket, const std::vector<at::Tensor>& reduced, const std::function<bool(std::size_t)>& is_used);
   void write_dense(Bucket& bucket, UsedMap* used, const StepTerms& terms);
   void write_sparse(const Bucket& bucket, const StepTerms& terms) const;

@@ -103,6 +103,10 @@ JoinPhase DdpBase::join_phase() const {
   return JoinPhase::kGradients;
 }
 
+JoinProgress DdpBase::join_progress() const {
+  return engine_->join_progress();
+}
+
 // ---- settings ----
 
 void DdpBase::register_comm_hook(CommHook hook) {

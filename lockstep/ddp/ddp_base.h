@@ -70,6 +70,7 @@ class DdpBase : public Joinable {
   GroupPtr join_process_group() const override;
   std::string join_name() const override;
   JoinPhase join_phase() const override;
+  JoinProgress join_progress() const override;
 
   /// hook(bucket), or hook(state, bucket), whose state is kept here; returns a future of the tensor that replaces the
   /// bucket's buffer. Instead of averaging; the gradients it gets are not divided. One per wrapper.

@@ -8,6 +8,7 @@
 #include "lockstep/base/observer.h"
 #include "lockstep/base/str.h"
 #include "lockstep/comm/agreement.h"
+#include "lockstep/comm/call_label.h"
 #include "lockstep/comm/objects.h"
 #include "lockstep/ddp/ddp_base.h"
 #include "lockstep/ddp/delayed_all_reduce.h"
@@ -21,6 +22,14 @@ namespace lockstep {
 namespace {
 
 thread_local std::vector<DdpEngine*> active_engines;  // the innermost last
+
+/// "DDP(Net) bucket", for a module of type my::NetImpl.
+std::string bucket_label(const torch::nn::Module& module) {
+  auto name = module.name().substr(0, module.name().find('<'));
+  name = name.substr(name.rfind(':') + 1);  // all of it if there is none
+  if (name.size() > 4 && name.ends_with("Impl")) name.resize(name.size() - 4);
+  return str("DDP(", name, ") bucket");
+}
 
 void note(const char* what) {
   if (!is_observed()) return;
@@ -105,6 +114,7 @@ void DdpEngine::make_reducer() {
   settings.batched_grad_copy = options_.batched_grad_copy;
   settings.gradient_dtype = param_dtype;
   settings.plan = plan;
+  settings.label = interned(bucket_label(*module_));
   reducer_ = std::make_shared<Reducer>(managed_.tensors, managed_.infos, group_, settings);
   weighted_.emplace(reducer_, [this](const std::string& message) { fail(message); });
   if (options_.static_graph && options_.find_unused_parameters) {
@@ -354,6 +364,7 @@ void DdpEngine::update_process_group(const GroupPtr& group) {
               "per_parameter, nor with delayed parameters. Wrap the module again.");
   reducer_->update_process_group(group);
   group_ = group;
+  replicas_.stop();  // not all of its ranks may know of the last scope
   has_queued_static_reduction_ = false;
 }
 

@@ -19,6 +19,7 @@
 #include "lockstep/ddp/options.h"
 #include "lockstep/ddp/per_parameter_reduction.h"
 #include "lockstep/ddp/reducer.h"
+#include "lockstep/ddp/replica_check.h"
 #include "lockstep/ddp/snapshot.h"
 #include "lockstep/ddp/weighted_backward.h"
 #include "lockstep/join/join.h"
@@ -73,6 +74,10 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   /// Parameters, and buffers if asked for, become those of rank `source`. Collective.
   void take_state_of(int source, bool has_buffers);
   bool has_forward_buffers() const { return has_forward_buffers_; }
+  /// The steps that others' optimizers take inside of backwards; ranks of a scope compare them.
+  JoinProgress& join_progress() { return join_progress_; }
+  /// A scope ends on all ranks: parameters become those of `source`.
+  void end_join(const Join& scope, int source);
 
   bool is_sync_enabled() const { return is_sync_enabled_; }
   /// Refuses to turn it off if optimizers step in backward.
@@ -120,6 +125,9 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   JoinTally begin_join_iteration(bool is_synced);
   bool is_joining() const { return joinable_ != nullptr && joinable_->join_config().enable; }
   void set_join_divisor(const JoinTally& tally);
+  /// A reduction begins. Collective now and then.
+  void compare_replicas();
+  void tell_of_difference(const std::string& message);
   bool moves_inputs() const;
   std::string who() const;
   [[noreturn]] void fail(const std::string& message) const;
@@ -153,6 +161,9 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   // Join. The options are those of the last scope.
   Joinable* joinable_ = nullptr;
   JoinOptions join_options_;
+  JoinProgress join_progress_;
+  bool is_mirroring_ = false;  // since the last forward
+  detail::ReplicaCheck replicas_;
 };
 
 }  // namespace lockstep

@@ -127,15 +127,19 @@ void GradientIntake::take_sparse(Bucket& bucket, const StepTerms& terms) {
   });
 }
 
+void GradientIntake::take_leftovers(Bucket& bucket, const StepTerms& terms, GradientSink& sink) {
+  if (bucket.is_sparse() && !bucket.parameter(0).grad().defined()) return take_zeros(bucket, terms, sink);
+  for (std::size_t place = 0; place < bucket.size(); ++place) take(bucket, place, terms, sink);
+}
+
 void GradientIntake::take_zeros(Bucket& bucket, const StepTerms& terms, GradientSink& sink) {
   sink.attach_buffer(bucket);
   if (!bucket.is_sparse()) {
     bucket.buffer().zero_();
-    if (!setup_.options.gradient_as_bucket_view) return;
-    // Local steps may have left gradients of their own.
+    // Ranks with inputs zero theirs. A parameter that nobody uses in this backward must not be stepped with an old one.
     for (std::size_t place = 0; place < bucket.size(); ++place) {
-      terms.access.with_gradient(bucket.parameter(place), [&](at::Tensor& grad) {
-        grad = bucket.view(place);
+      terms.access.with_gradient(bucket.parameter(place), [](at::Tensor& grad) {
+        grad = at::Tensor();
         return true;
       });
     }

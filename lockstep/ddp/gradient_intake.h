@@ -18,8 +18,10 @@ class GradientIntake {
 
   /// The gradient of the member at `place` is there; throws, naming the parameter, if it is none for this bucket.
   void take(Bucket& bucket, std::size_t place, const StepTerms& terms, GradientSink& sink);
-  /// A gradient of zeros for every member; a bucket of views is where .grad is afterwards.
+  /// A gradient of zeros for every member, whose own, of an earlier step, is dropped.
   void take_zeros(Bucket& bucket, const StepTerms& terms, GradientSink& sink);
+  /// What there is of gradients, zeros for members without one.
+  void take_leftovers(Bucket& bucket, const StepTerms& terms, GradientSink& sink);
   /// The bucket is full: copies what was put off, all at once.
   void copy_deferred(Bucket& bucket, const StepTerms& terms);
 

@@ -1,7 +1,10 @@
 // The part of DdpEngine that knows Join: what ranks with inputs say before a forward, and what ranks without do in its
 // place. The order of collectives is the same on both:
 //
-//   control message; rebuilt buckets, once; buffers; and if gradients are reduced: weights, buckets, used parameters.
+//   control message; rebuilt buckets, once; buffers; and if gradients are reduced: weights, now and then a comparison
+//   of replicas, buckets, used parameters.
+#include <algorithm>
+
 #include "lockstep/base/str.h"
 #include "lockstep/ddp/engine.h"
 #include "lockstep/ddp/logger.h"
@@ -17,8 +20,9 @@ class DdpJoinHook : public JoinHook {
   DdpJoinHook(std::shared_ptr<DdpEngine> engine, const Joinable& joinable)
       : engine_(std::move(engine)), joinable_(joinable) {}
   void main_hook() override { engine_->mirror_iteration(); }
+  bool has_leftovers() const override { return engine_->reducer() && engine_->reducer()->has_leftovers(); }
   void post_hook(bool /*is_last_joiner*/) override {
-    engine_->take_state_of(Join::authoritative_rank(joinable_), engine_->has_forward_buffers());
+    engine_->end_join(*Join::scope_of(joinable_), Join::authoritative_rank(joinable_));
   }
 
  private:
@@ -44,17 +48,57 @@ void DdpEngine::check_join(const JoinSettings& settings) const {
 
 std::unique_ptr<JoinHook> DdpEngine::join_hook(const JoinOptions& options) {
   join_options_ = options;
+  join_progress_ = {};
   if (logger_) logger_->set_uneven_input_join();
   return std::make_unique<DdpJoinHook>(shared_from_this(), *joinable_);
 }
 
+void DdpEngine::end_join(const Join& scope, int source) {
+  const auto before = scope.is_update_mirrored() ? detail::sample_of(managed_.tensors) : at::Tensor();
+  take_state_of(source, has_forward_buffers_);
+  if (before.defined()) {
+    const auto difference = detail::difference_of(before, detail::sample_of(managed_.tensors), managed_);
+    if (!difference.empty()) {
+      tell_of_difference(str(who(), ": what was given to Join::mirror() is not what ranks with inputs did: ",
+                             difference, ", the first here, the second on rank ", source,
+                             ". Mirror all that a live rank does ", "between backward and the next forward."));
+    }
+  }
+  if (reducer_) reducer_->forget_leftovers();
+  const auto& live = scope.report().live_counts;
+  const bool is_skewed = std::any_of(live.begin(), live.end(), [&](int count) { return count < group_->getSize(); });
+  if (!is_skewed || !reducer_) return;
+  replicas_.begin();
+  reducer_->set_begin_listener([this] { compare_replicas(); });
+}
+
+void DdpEngine::compare_replicas() {
+  const auto difference = replicas_.on_reduction(managed_, !is_mirroring_, group_);
+  if (difference.empty()) return;
+  tell_of_difference(str(who(), ": replicas differ since the last Join scope, in which some ranks ran out of inputs ",
+                         "before others: ", difference, ", the least and the most of all ranks. What their optimizer ",
+                         "keeps (momentum, step counts, learning rate) has stayed behind. Let ranks without inputs do ",
+                         "the whole update: Join({&ddp}).mirror(update).run(…), or list a ZeroRedundancyOptimizer, ",
+                         "of ZeroStage::kReplicated if nothing shall be divided."));
+}
+
+void DdpEngine::tell_of_difference(const std::string& message) {
+  // A hook need not average: local SGD has replicas that differ.
+  if (!reducer_ || !reducer_->has_comm_hook() || low_) fail(message);
+  TORCH_WARN(message);
+}
+
 JoinTally DdpEngine::begin_join_iteration(bool is_synced) {
-  if (!is_joining()) return {};
-  const JoinVote vote{.will_reduce = is_synced};
-  auto tally = Join::notify(*joinable_, vote);
-  // The message of another joinable cannot say whether this one reduces.
-  if (!tally.is_open()) tally = Join::own_tally(*joinable_, vote);
-  if (is_synced) set_join_divisor(tally);
+  JoinTally tally;
+  if (is_joining()) {
+    const JoinVote vote{.will_reduce = is_synced};
+    tally = Join::notify(*joinable_, vote);
+    // The message of another joinable cannot say whether this one reduces.
+    if (!tally.is_open()) tally = Join::own_tally(*joinable_, vote);
+    if (is_synced) set_join_divisor(tally);
+  }
+  is_mirroring_ = false;
+  if (is_synced) replicas_.prepare(managed_);
   return tally;
 }
 
@@ -62,16 +106,19 @@ void DdpEngine::set_join_divisor(const JoinTally& tally) {
   if (join_options_.weighted) {
     // For a backward without a weight; backward(loss, weight) adds the weights up itself.
     reducer_->set_divisor_source([this] { return weighted_->reduced_weight_with(1); });
-  } else if (!join_options_.divide_by_initial_world_size && steps_in_backward_by_.empty()) {
-    // Not for optimizers that step in backward: they have always had the full one.
-    reducer_->set_divisor_source([tally] { return static_cast<double>(tally.live_count()); });
+  } else if (!join_options_.divide_by_initial_world_size) {
+    reducer_->set_divisor_source([tally] { return static_cast<double>(tally.giving_count()); });
   }
 }
 
 void DdpEngine::mirror_iteration() {
+  is_mirroring_ = true;
   set_up_once();
   auto tally = Join::current_tally(*joinable_);
-  if (!joinable_->join_config().is_first_joinable) tally = Join::own_tally(*joinable_, {.will_reduce = false});
+  const bool gives_leftovers = reducer_->has_leftovers();
+  if (!joinable_->join_config().is_first_joinable) {
+    tally = Join::own_tally(*joinable_, {.will_reduce = false, .gives_leftovers = gives_leftovers});
+  }
   const bool is_reduced = tally.reducing_count() > 0;
   if (is_reduced) reducer_->rebuild_buckets();
   if (buffers_->will_sync_before_forward()) buffers_->before_forward(group_, tally.live_ranks().back());
@@ -79,7 +126,8 @@ void DdpEngine::mirror_iteration() {
   if (!is_reduced) return;
   if (low_) low_->cast_down();
   if (join_options_.weighted) {
-    reducer_->set_divisor_source([sum = weighted_->reduced_weight_without_own()] { return sum; });
+    const auto sum = gives_leftovers ? weighted_->reduced_weight_with(0) : weighted_->reduced_weight_without_own();
+    reducer_->set_divisor_source([sum] { return sum; });
   } else {
     set_join_divisor(tally);
   }

@@ -134,6 +134,7 @@ void Reducer::autograd_hook(std::size_t index) {
     });
   }
   if (!step_.is_armed) {
+    if (step_.is_local) has_local_gradients_ = true;
     if (step_.is_local || has_warned_of_local_backward_) return;
     has_warned_of_local_backward_ = true;
     TORCH_WARN(setup_.who(), ": gradient of parameter '", setup_.name_of(index), "' was computed without a forward ",
@@ -177,10 +178,11 @@ void Reducer::check_not_ready_twice(std::size_t index) {
 
 void Reducer::begin_reduction() {
   if (step_.has_begun) return;
-  const double divisor = step_.divisor_source ? step_.divisor_source() : static_cast<double>(setup_.group->getSize());
+  step_.divisor = step_.divisor_source ? step_.divisor_source() : static_cast<double>(setup_.group->getSize());
+  if (on_begin_) on_begin_();
   step_.has_begun = true;
-  step_.terms.scale = sink_->scale(divisor);
-  step_.terms.is_identity = sink_->is_identity(divisor);
+  step_.terms.scale = sink_->scale(step_.divisor);
+  step_.terms.is_identity = sink_->is_identity(step_.divisor);
 }
 
 void Reducer::mark_ready(std::size_t index) {
@@ -207,7 +209,15 @@ void Reducer::attach_buffer(detail::Bucket& bucket) {
 }
 
 void Reducer::queue_finish() {
-  if (searches_unused()) or_give_up([&] { unused_.used.launch(setup_.group); });
+  if (searches_unused()) {
+    for (const auto unused : unused_.of_step) {
+      step_.terms.access.with_gradient(setup_.parameters[unused], [&](at::Tensor& grad) {
+        if (grad.defined()) unused_.used.mark_kept(unused);
+        return false;
+      });
+    }
+    or_give_up([&] { unused_.used.launch(setup_.group); });
+  }
   torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this()] {
     const auto reducer = self.lock();
     if (!reducer) return;
@@ -236,7 +246,7 @@ void Reducer::launch(detail::Bucket& bucket) {
   detail::note_bucket(bucket, "launch", bytes_of(bucket.buffer()));
   ++record_.buckets_reduced;
   bucket.progress.is_launched = true;
-  const LabelScope label({"DDP bucket", static_cast<int>(bucket.index())});
+  const LabelScope label({setup_.options.label, static_cast<int>(bucket.index())});
   or_give_up([&] { sink_->launch(bucket); });
 }
 
@@ -248,12 +258,27 @@ void Reducer::finish_backward() {
   or_give_up([&] {
     wait_for_all();
     sink_->write(buckets_, used_map(), step_.terms);
+    if (step_.is_mirrored && searches_unused() && !scatter_) write_kept_gradients();
     unused_.used.finish();
     if (on_finish_) on_finish_();
   });
+  has_local_gradients_ = false;
   if (searches_unused()) unused_.used.clear();
   end_step();
   times_.record(Mark::kBackwardCommEnd);
+}
+
+void Reducer::write_kept_gradients() {
+  for (const auto& bucket : buckets_) {
+    for (std::size_t place = 0; !bucket.is_sparse() && place < bucket.size(); ++place) {
+      const auto index = bucket.parameter_index(place);
+      const auto ranks = unused_.used.is_used(index) ? 0 : unused_.used.kept_by(index);
+      auto& grad = bucket.parameter(place).mutable_grad();
+      if (ranks == 0 || grad.defined()) continue;
+      // In the bucket is the sum of what they have, which is the same on all of them, divided as gradients are.
+      grad = averages_.reduced_gradients(bucket)[place].mul(step_.divisor / ranks);
+    }
+  }
 }
 
 void Reducer::wait_for_all() {
@@ -321,20 +346,35 @@ void Reducer::delay_all_reduce() {
   if (!is_first_of_all && should_rebuild_buckets() && order_.is_empty()) order_.fill();
 }
 
+bool Reducer::has_leftovers() const {
+  const std::lock_guard lock(mutex_);
+  const auto& all = setup_.parameters;
+  return has_local_gradients_ &&
+         std::any_of(all.begin(), all.end(), [](const auto& each) { return each.grad().defined(); });
+}
+
+void Reducer::forget_leftovers() {
+  const std::lock_guard lock(mutex_);
+  has_local_gradients_ = false;
+}
+
 void Reducer::mirror_backward() {
+  const bool gives_leftovers = has_leftovers();
   const std::lock_guard lock(mutex_);
   check_prior_reduction_finished();
   const at::NoGradGuard no_grad;
   ++iterations_;
   arm();
+  step_.is_mirrored = true;
   step_.terms.access = detail::GradientAccess::of_current_backward();
   begin_reduction();
   const bool is_first_of_static_graph = static_graph_.is_counting() && static_graph_.must_share_marks();
   if (is_first_of_static_graph) or_give_up([&] { unused_.used.launch(setup_.group); });
-  if (searches_unused()) unused_.used.clear();
+  if (searches_unused() && !gives_leftovers) unused_.used.clear();
   for (auto& bucket : buckets_) {
     attach_buffer(bucket);
-    intake_.take_zeros(bucket, step_.terms, *sink_);
+    gives_leftovers ? intake_.take_leftovers(bucket, step_.terms, *sink_)
+                    : intake_.take_zeros(bucket, step_.terms, *sink_);
     bucket.progress.gradients_missing = 0;
     launch_ready_buckets();
   }

@@ -74,8 +74,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   /// At the end of the first backward of a static graph: reduces everything. Called by the engine.
   void delay_all_reduce();
   /// Takes part in the reduction of a backward without one of its own: the same collectives in the same order, with
-  /// zeros. Afterwards the averaged gradients are in .grad, as on the other ranks. Collective; waits.
+  /// zeros, or with the gradients of earlier backwards that were not reduced. Afterwards the averaged gradients are in
+  /// .grad, as on the other ranks. Collective; waits.
   void mirror_backward();
+  /// There are gradients that were added up by backwards under no_sync() since the last reduction.
+  bool has_leftovers() const;
+  /// Nobody waits for them any more: they stay in .grad.
+  void forget_leftovers();
   /// Throws, with the parameters' names and the remedy, if a reduction was begun and not finished.
   void check_finalized();
   /// Forgets a step that did not finish. Local.
@@ -109,6 +114,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   /// By the wrapper or an optimizer; empty if by nobody.
   const std::string& hook_slot_taken_by() const { return hook_slot_taken_by_; }
   void set_consumer(GradientConsumer consumer);
+  /// Called when a reduction begins, before its first bucket is launched; may communicate, on all ranks alike.
+  void set_begin_listener(std::function<void()> listener);
   /// Told when a backward's gradients are all written.
   void set_finish_listener(std::function<void()> listener);
   /// Told every error before it is thrown.
@@ -163,6 +170,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   struct Step {
     bool is_armed = false;  // hooks lead to a reduction
     bool is_local = false;
+    bool is_mirrored = false;
     bool has_begun = false;  // some gradient is in a bucket, the reduction is unfinished
     bool has_marked_unused = false;
     std::size_t next_bucket = 0;  // to be launched
@@ -170,6 +178,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     std::chrono::steady_clock::time_point armed_at = {};
     detail::StepTerms terms = {};
     std::function<double()> divisor_source = nullptr;
+    double divisor = 1;
     std::vector<FuturePtr> installed_futures = {};
   };
 
@@ -188,6 +197,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void attach_buffer(detail::Bucket& bucket);
   void queue_finish();
   void finish_backward();
+  /// In a mirrored step: parameters that nobody used have a gradient if they have one on the ranks with inputs.
+  void write_kept_gradients();
   void wait_for_all();
   /// Runs `action`; if it throws, the step is given up.
   template <class Action>
@@ -207,6 +218,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   detail::GradientHooks hooks_;
   const detail::GradientHooks* accumulators_ = &hooks_;
   std::string hook_slot_taken_by_;
+  std::function<void()> on_begin_;
   std::function<void()> on_finish_;
 
   Step step_;
@@ -216,7 +228,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   detail::StaticGraph static_graph_;
   detail::ReadyOrder order_;
   int64_t iterations_ = 0;
-  bool is_stepped_in_part_ = false;  // a step with optimizers in backward failed
+  bool has_local_gradients_ = false;  // since the last reduction
+  bool is_stepped_in_part_ = false;   // a step with optimizers in backward failed
   bool has_warned_of_local_backward_ = false;
   bool has_warned_of_needless_search_ = false;
 };

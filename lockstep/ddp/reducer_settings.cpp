@@ -82,6 +82,11 @@ void Reducer::set_consumer(GradientConsumer consumer) {
   averages_.set_consumer(std::move(consumer));
 }
 
+void Reducer::set_begin_listener(std::function<void()> listener) {
+  const std::lock_guard lock(mutex_);
+  on_begin_ = std::move(listener);
+}
+
 void Reducer::set_finish_listener(std::function<void()> listener) {
   const std::lock_guard lock(mutex_);
   on_finish_ = std::move(listener);
@@ -145,6 +150,7 @@ void Reducer::detach() {
   hooks_.remove();
   averages_.set_consumer({});
   step_.divisor_source = nullptr;
+  on_begin_ = nullptr;
   on_finish_ = nullptr;
   setup_.on_error = nullptr;
 }

@@ -25,6 +25,8 @@ struct ReducerOptions {
   std::optional<at::ScalarType> gradient_dtype = std::nullopt;
   /// The buckets to begin with, if they are known; see BucketPlan::load(). They stay as they are.
   std::optional<BucketPlan> plan = std::nullopt;
+  /// Of buckets' collectives; see CallLabel.
+  const char* label = "DDP bucket";
 };
 
 namespace detail {

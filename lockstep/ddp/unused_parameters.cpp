@@ -14,6 +14,13 @@
 
 namespace lockstep::detail {
 
+namespace {
+
+// A mark holds two counts of ranks: those that use the parameter, and those that keep a gradient of it.
+constexpr int32_t kKept = 1 << 16;
+
+}  // namespace
+
 std::vector<std::size_t> find_unused(
     const std::vector<at::Tensor>& outputs,
     const std::unordered_map<const torch::autograd::Node*, std::size_t>& accumulators) {
@@ -47,8 +54,17 @@ void UsedMap::mark(std::size_t parameter) {
   marks_.mutable_data_ptr<int32_t>()[parameter] = 1;
 }
 
+void UsedMap::mark_kept(std::size_t parameter) {
+  auto& mark = marks_.mutable_data_ptr<int32_t>()[parameter];
+  if (mark == 0) mark = kKept;
+}
+
+int UsedMap::kept_by(std::size_t parameter) const {
+  return marks_.const_data_ptr<int32_t>()[parameter] / kKept;
+}
+
 bool UsedMap::is_marked(std::size_t parameter) const {
-  return marks_.const_data_ptr<int32_t>()[parameter] != 0;
+  return marks_.const_data_ptr<int32_t>()[parameter] % kKept != 0;
 }
 
 void UsedMap::launch(const GroupPtr& group) {

@@ -25,10 +25,14 @@ class UsedMap {
   UsedMap(std::size_t parameters, c10::Device device);
 
   void mark(std::size_t parameter);
+  /// Not used, but this rank has a gradient of it: zeros, or that of an earlier step. For ranks that mirror the step.
+  void mark_kept(std::size_t parameter);
   /// Adds up the marks of all ranks. Collective; does not wait.
   void launch(const GroupPtr& group);
   /// By any rank. Local and quick if this rank has; else waits for the others' marks.
   bool is_used(std::size_t parameter);
+  /// How many ranks have a gradient of a parameter that is not used by any. Known once is_used() said so.
+  int kept_by(std::size_t parameter) const;
   /// By this rank, before the marks are added up.
   bool is_marked(std::size_t parameter) const;
   /// Waits for what is under way: is_used() does not fail afterwards.

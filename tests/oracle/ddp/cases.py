@@ -81,6 +81,11 @@ def accumulating_in_turn(world, rng):
     return [step("local" if i % 2 else "train", "none" if i % 2 else "keep") for i in range(9)]
 
 
+def whole_accumulations(inputs):
+    """Ranks end with a reduced step: what they have added up before PyTorch drops, and Lockstep gives to the others."""
+    return lambda rank: inputs(rank) and inputs(rank) | 1
+
+
 def branching_never(world, rng):
     """One branch is never used. PyTorch's ranks without inputs repeat the marks of their last step, ours have none."""
     return [step(uses=[[0, 2]] * world) for _ in range(9)]
@@ -191,7 +196,7 @@ def cases():
         yield Case("join", f"views, {name}", models.Mlp, {**tiny, **view}, **options)
         if inputs(0) > 0:  # without a step PyTorch's marks are not even set
             yield Case("join", f"search, {name}", models.Branchy, {**search, **tiny}, **{**options, "steps": branching_never})
-        accumulation = {**options, "steps": accumulating_in_turn}
+        accumulation = {**options, "inputs": whole_accumulations(inputs), "steps": accumulating_in_turn}
         yield Case("join", f"accumulation, {name}", models.Mlp, tiny, **accumulation)
     large = {"model": models.FourLinears, "steps": plain(3), "records_tensors": False, "seeds": (1,)}
     yield Case("large", "one bucket first", options={}, **large)

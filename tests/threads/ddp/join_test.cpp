@@ -323,9 +323,9 @@ TEST_P(DdpJoinWorlds, WeightsGiveTheMeanOverSamples) {
   });
 }
 
-// A rank that ran out in the middle of an accumulation takes part with zeros: neither its gradients nor its weight
-// count.
-LOCKSTEP_THREAD_TEST(DdpJoin, WeightsOfUnreducedBackwardsEndWithTheInputs, 2) {
+// JOIN-61: a rank that ran out in the middle of an accumulation gives what it has added up, with its weight, and once
+// (U-6).
+LOCKSTEP_THREAD_TEST(DdpJoin, WeightsOfUnreducedBackwardsCountWithTheirGradients, 2) {
   auto layer = plain_layer();
   DistributedDataParallel ddp(layer, world.group());
   ddp.join({.options = {.weighted = true}}).run([&] {
@@ -334,8 +334,11 @@ LOCKSTEP_THREAD_TEST(DdpJoin, WeightsOfUnreducedBackwardsEndWithTheInputs, 2) {
       ddp.backward(ddp(at::full({1, 5}, 1.0)).sum(), 4);
     }
     if (world.rank() == 1) return;
-    ddp.backward(ddp(at::full({1, 5}, 3.0)).sum(), 4);
+    ddp.backward(ddp(at::full({1, 5}, 4.0)).sum(), 4);
     EXPECT_TRUE(at::allclose(layer->weight.grad(), at::full({5, 5}, 2.0))) << layer->weight.grad();
+    zero_grads(ddp);
+    ddp.backward(ddp(at::full({1, 5}, 3.0)).sum(), 4);
+    EXPECT_TRUE(at::allclose(layer->weight.grad(), at::full({5, 5}, 3.0))) << layer->weight.grad();
   });
 }
 

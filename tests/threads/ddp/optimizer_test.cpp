@@ -117,28 +117,31 @@ LOCKSTEP_THREAD_TEST(DdpOptimizerInBackward, IsRefusedInEveryForward, 2) {
   remove_optimizers_in_backward(model->parameters());
 }
 
-// DDP-88: a rank without inputs steps with the others, momentum included; the divisor is that of all ranks
+// DDP-88, JOIN-34: a rank without inputs steps with the others, momentum included, and the divisor is as asked for
+// (Z-15)
 LOCKSTEP_THREAD_TEST(DdpOptimizerInBackward, StepsOnRanksWithoutInputsToo, 2) {
   const auto batch = random_batch(4, 4, 2);
-  auto model = mlp({4, 2});
-  apply_optimizer_in_backward(make_sgd, model->parameters());
-  DistributedDataParallel ddp(model, world.group());
-  auto reference = mlp({4, 2});
-  const auto optimizer = make_sgd(reference->parameters());
-  for (int epoch = 0; epoch < 2; ++epoch) {
-    // In the first epoch only rank 1 has inputs, in the second both: half the gradient, then all of it.
-    const bool has_inputs = world.rank() == 1 || epoch == 1;
-    ddp.join(/*divide_by_initial_world_size=*/false).run([&] {
-      for (int step = 0; step < 3 && has_inputs; ++step) ddp(batch).pow(2).mean().backward();
-    });
-    for (int step = 0; step < 3; ++step) {
-      optimizer->zero_grad();
-      (reference->forward(batch).pow(2).mean() * (epoch == 0 ? 0.5 : 1.0)).backward();
-      optimizer->step();
+  for (const bool by_all : {true, false}) {
+    auto model = mlp({4, 2});
+    apply_optimizer_in_backward(make_sgd, model->parameters());
+    DistributedDataParallel ddp(model, world.group());
+    auto reference = mlp({4, 2});
+    const auto optimizer = make_sgd(reference->parameters());
+    for (int epoch = 0; epoch < 2; ++epoch) {
+      // In the first epoch only rank 1 has inputs, in the second both: of all ranks' gradient half, then all of it.
+      const bool has_inputs = world.rank() == 1 || epoch == 1;
+      ddp.join(by_all).run([&] {
+        for (int step = 0; step < 3 && has_inputs; ++step) ddp(batch).pow(2).mean().backward();
+      });
+      for (int step = 0; step < 3; ++step) {
+        optimizer->zero_grad();
+        (reference->forward(batch).pow(2).mean() * (by_all && epoch == 0 ? 0.5 : 1.0)).backward();
+        optimizer->step();
+      }
+      expect_close(model->parameters(), reference->parameters());
     }
-    expect_close(model->parameters(), reference->parameters());
+    remove_optimizers_in_backward(model->parameters());
   }
-  remove_optimizers_in_backward(model->parameters());
 }
 
 // DDP-89
