@@ -4,6 +4,7 @@
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "lockstep/base/str.h"
 #include "lockstep/comm/call_label.h"
@@ -226,10 +227,13 @@ at::Tensor ZeroOptimizer::step(LossClosure closure) {
 at::Tensor ZeroOptimizer::step_with(const LocalStep& local_step, LossClosure closure) {
   TORCH_CHECK(!options_.overlap_with_ddp, who(),
               ": with overlap_with_ddp backwards do the steps, which cannot be replaced");
-  Join::notify(*this);
+  if (options_.stage != ZeroStage::kReplicated) Join::check_listed(*this);
+  begin_join_iteration();
+  has_begun_join_iteration_ = false;
   prepare_step();
   at::Tensor loss;
   announce_if_throws([&] { loss = sharding_->step(local_step, std::move(closure)); });
+  note_join_step();
   const LabelScope label({"ZeRO's step"});
   sharding_->sync();
   return loss;
@@ -240,9 +244,8 @@ at::Tensor ZeroOptimizer::clip_grad_norm_(double max_norm, double norm_type, boo
 }
 
 std::vector<GradientShard> ZeroOptimizer::gradients_for_norm() {
-  TORCH_CHECK(Join::is_preparation_mirrored(*this), who(),
-              ": in a Join scope ranks without inputs must clip too. Open ",
-              "it with JoinSettings{.before_mirrored_step = [&] { optimizer.clip_grad_norm_(max_norm); }}.");
+  check_preparation_is_mirrored();
+  begin_join_iteration();
   notice_new_groups();
   if (options_.stage == ZeroStage::kReplicated || options_.overlap_with_ddp) return own_gradients();
   return {{.gradients = sharding_->own_gradients(), .groups = {group_}}};
@@ -251,6 +254,7 @@ std::vector<GradientShard> ZeroOptimizer::gradients_for_norm() {
 std::vector<GradientShard> ZeroOptimizer::own_gradients() {
   TORCH_CHECK(!options_.overlap_with_ddp, who(), ": with overlap_with_ddp parameters are updated when backward ends, ",
               "so gradients cannot be clipped or unscaled before");
+  check_preparation_is_mirrored();
   if (has_sharded_gradients()) return {{.gradients = sharding_->own_gradients(), .groups = {group_}}};
   GradientShard all;
   for (const auto& parameter : all_parameters()) {
@@ -310,7 +314,36 @@ torch::optim::Optimizer& ZeroOptimizer::local() {
   return *local;
 }
 
+void ZeroOptimizer::check_preparation_is_mirrored() const {
+  TORCH_CHECK(Join::is_preparation_mirrored(*this), who(),
+              ": in a Join scope ranks without inputs must clip too, or whatever is done to gradients. Open ",
+              "it with JoinSettings{.before_mirrored_step = [&] { optimizer.clip_grad_norm_(max_norm); }}.");
+}
+
+void ZeroOptimizer::begin_join_iteration() {
+  if (!std::exchange(has_begun_join_iteration_, true)) Join::notify(*this);
+}
+
+void ZeroOptimizer::note_join_step() {
+  if (!join_config().enable) return;
+  join_progress_.add_step(learning_rates());
+}
+
+std::vector<double> ZeroOptimizer::learning_rates() const {
+  std::vector<double> rates;
+  for (const auto& group : param_groups_) {
+    try {
+      rates.push_back(group.options().get_lr());
+    } catch (const c10::Error&) {
+      rates.push_back(0);
+    }
+  }
+  return rates;
+}
+
 std::unique_ptr<JoinHook> ZeroOptimizer::join_hook(const JoinOptions& /*options*/) {
+  has_begun_join_iteration_ = false;
+  join_progress_ = {};
   if (options_.overlap_with_ddp) {
     TORCH_WARN(who(), ": with overlap_with_ddp the scope needs DDP only, whose hook does the steps of joined ranks");
     return std::make_unique<JoinHook>();

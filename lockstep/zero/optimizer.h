@@ -102,6 +102,7 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Sh
   GroupPtr join_process_group() const override { return group_; }
   std::string join_name() const override { return "zero"; }
   JoinPhase join_phase() const override { return JoinPhase::kStep; }
+  JoinProgress join_progress() const override { return join_progress_; }
 
  protected:
   using LocalStep = std::function<at::Tensor(torch::optim::Optimizer& local, const LossClosure& closure)>;
@@ -158,6 +159,13 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Sh
   /// Runs `action`; if it throws, announces that to the others before passing the exception on, so that they do not
   /// wait for this rank.
   void announce_if_throws(const std::function<void()>& action) const;
+  /// This iteration's first collective is about to come: that of clipping, or of the step.
+  void begin_join_iteration();
+  void note_join_step();
+  /// Of each group; 0 where options do not say.
+  std::vector<double> learning_rates() const;
+  /// Throws, naming the remedy, if ranks that ran out of inputs would not do what is about to be done to gradients.
+  void check_preparation_is_mirrored() const;
 
   // Fixed after construction.
   const LocalOptimizerType type_;
@@ -170,6 +178,10 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Sh
   std::vector<std::vector<const void*>> known_;  // parameters by group, as of the last step
   std::vector<bool> is_trainable_;               // by index
   std::optional<OptimizerStateDict> consolidated_;
+
+  // Of the Join scope it is in, or was in last.
+  bool has_begun_join_iteration_ = false;
+  JoinProgress join_progress_;
 };
 
 }  // namespace lockstep

@@ -121,6 +121,7 @@ void ZeroOverlap::begin_backward() {
   zero_->notice_trainability();
   // As schedulers have left them.
   local_->set_options(zero_->param_groups()[0].options());
+  ddp()->join_progress().add_step(zero_->learning_rates());
   info_.broadcast_handles.clear();
 }
 
