@@ -18,10 +18,15 @@ bool have_same_layout(const at::Tensor& one, const at::Tensor& other) {
   return one.strides() == other.strides() && one.is_non_overlapping_and_dense();
 }
 
+/// What lies in memory is what the tensor means: nothing is left to be conjugated or negated on reading.
+bool is_plain_memory(const at::Tensor& tensor) {
+  return tensor.device().is_cpu() && tensor.layout() == at::kStrided && !tensor.is_conj() && !tensor.is_neg() &&
+         !tensor._is_zerotensor();
+}
+
 bool can_loop(const at::Tensor& to, const at::Tensor& from) {
-  return to.numel() <= kSmallElements && to.device().is_cpu() && from.device().is_cpu() &&
-         to.scalar_type() == from.scalar_type() && from.layout() == at::kStrided && !from.is_conj() && !from.is_neg() &&
-         have_same_layout(to, from);
+  return to.numel() <= kSmallElements && to.scalar_type() == from.scalar_type() && is_plain_memory(to) &&
+         is_plain_memory(from) && to.sizes() == from.sizes() && have_same_layout(to, from);
 }
 
 template <class T>
@@ -42,8 +47,8 @@ void copy_scaled(const at::Tensor& to, const at::Tensor& from, double scale) {
   }
   if (scale == 1) return copy_plain(to, from);
   auto out = to;
-  if (from.scalar_type() == to.scalar_type()) {
-    // As a tensor without dims, a factor does not change the dtype of the product.
+  if (from.sizes() == to.sizes() && from.itemsize() >= to.itemsize()) {
+    // As a tensor without dims, a factor does not change the dtype of the product, which is rounded once.
     at::mul_out(out, from, at::scalar_tensor(scale, at::kDouble));
   } else {
     out.copy_(from).mul_(scale);

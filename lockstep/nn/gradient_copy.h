@@ -8,7 +8,7 @@
 
 namespace lockstep::detail {
 
-/// to = from * scale, in one pass. Sizes and dtype are equal.
+/// to = from * scale, in one pass. Sizes are equal; dtypes may differ in precision.
 void copy_scaled(const at::Tensor& to, const at::Tensor& from, double scale);
 
 /// to = from.

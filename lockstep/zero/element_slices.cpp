@@ -40,7 +40,7 @@ bool is_large(const ElementRange& elements) {
 void copy_gradient(const at::Tensor& row, const ElementRange& to, const at::Tensor& gradient,
                    const at::Tensor& parameter, const ElementRange& from) {
   if (from.is_empty()) return;
-  if (gradient.is_cpu() && lies_like(gradient, parameter)) {
+  if (gradient.is_cpu() && gradient.scalar_type() == row.scalar_type() && lies_like(gradient, parameter)) {
     const auto item = static_cast<int64_t>(row.itemsize());
     std::memcpy(static_cast<char*>(row.mutable_data_ptr()) + to.begin * item,
                 static_cast<const char*>(gradient.const_data_ptr()) + from.begin * item, from.size() * item);

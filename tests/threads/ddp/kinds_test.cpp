@@ -90,6 +90,33 @@ struct WaveImpl : torch::nn::Module {
 };
 TORCH_MODULE(Wave);
 
+struct ConjugatedImpl : torch::nn::Module {
+  ConjugatedImpl()
+      : weight(register_parameter("weight", at::full({3}, c10::complex<float>(1, 2), at::kComplexFloat))) {}
+  at::Tensor forward(const at::Tensor& input) { return (weight.conj() * input).abs(); }
+  at::Tensor weight;
+};
+TORCH_MODULE(Conjugated);
+
+// (D-7): autograd leaves a gradient to be conjugated on reading; what is averaged is its value
+LOCKSTEP_THREAD_TEST(DdpKinds, LazilyConjugatedGradientsAreAveraged, 2) {
+  const auto input_for = [](int rank) { return at::full({3}, c10::complex<float>(rank + 1, 3), at::kComplexFloat); };
+  Conjugated alone;
+  for (int rank = 0; rank < 2; ++rank) (alone->forward(input_for(rank)).sum() / 2).backward();
+  const auto expected = alone->weight.grad().resolve_conj();
+  for (const bool as_view : {false, true}) {
+    for (const bool is_batched : {false, true}) {
+      DistributedDataParallel ddp(Conjugated(), world.group(),
+                                  {.gradient_as_bucket_view = as_view, .batched_grad_copy = is_batched});
+      for (int step = 0; step < 3; ++step) {
+        zero_grads(ddp);
+        ddp(input_for(world.rank())).sum().backward();
+        EXPECT_TRUE(at::allclose(at::view_as_real(ddp->weight.grad().resolve_conj()), at::view_as_real(expected)));
+      }
+    }
+  }
+}
+
 // DDP-28
 LOCKSTEP_THREAD_TEST(DdpKinds, ComplexParametersAreAveraged, 2) {
   const auto input_for = [](int rank) {
