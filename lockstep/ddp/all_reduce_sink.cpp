@@ -162,7 +162,7 @@ void AllReduceSink::offer(Bucket& bucket, const std::vector<at::Tensor>& reduced
 void AllReduceSink::write(std::vector<Bucket>& buckets, UsedMap* used, const StepTerms& terms) {
   for (auto& bucket : buckets) {
     if (bucket.progress.is_skipped) continue;
-    bucket.is_sparse() ? write_sparse(bucket, terms) : write_dense(bucket, used, terms);
+    bucket.is_sparse() ? write_sparse(bucket, used, terms) : write_dense(bucket, used, terms);
     note_bucket(bucket, "done");
   }
 }
@@ -207,11 +207,15 @@ void AllReduceSink::write_dense(Bucket& bucket, UsedMap* used, const StepTerms& 
   }
 }
 
-void AllReduceSink::write_sparse(const Bucket& bucket, const StepTerms& terms) const {
+void AllReduceSink::write_sparse(Bucket& bucket, UsedMap* used, const StepTerms& terms) {
   const auto& parameter = bucket.parameter(0);
   auto gradient = bucket.progress.result;
   if (const auto& rows = bucket.sparse_rows()) {
     gradient = at::sparse_coo_tensor(rows->view({1, -1}), gradient, parameter.sizes());
+  }
+  if (has_consumer()) {
+    offer(bucket, {gradient}, [&](std::size_t index) { return used == nullptr || used->is_used(index); });
+    if (bucket.progress.is_consumed[0]) return;
   }
   terms.access.with_gradient(parameter, [&](at::Tensor& grad) {
     grad = gradient;

@@ -56,7 +56,7 @@ class AllReduceSink final : public GradientSink {
   at::Tensor result_of(const Bucket& bucket) const;
   void offer(Bucket& bucket, const std::vector<at::Tensor>& reduced, const std::function<bool(std::size_t)>& is_used);
   void write_dense(Bucket& bucket, UsedMap* used, const StepTerms& terms);
-  void write_sparse(const Bucket& bucket, const StepTerms& terms) const;
+  void write_sparse(Bucket& bucket, UsedMap* used, const StepTerms& terms);
 
   const ReducerSetup& setup_;
   std::optional<CommHook> hook_;

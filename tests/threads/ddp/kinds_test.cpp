@@ -64,6 +64,37 @@ LOCKSTEP_THREAD_TEST(DdpSparse, MetadataMakesTheReductionDense, 2) {
   expect_error([&] { output.backward(); }, {"'bag.weight'", "metadata"});
 }
 
+// (D-5)
+LOCKSTEP_THREAD_TEST(DdpSparse, OptimizersInBackwardStepSparseGradientsToo, 2) {
+  const auto make_sgd = [](std::vector<at::Tensor> parameters) {
+    return std::make_shared<torch::optim::SGD>(std::move(parameters), 0.1);
+  };
+  auto alone = seeded(Bag(false));
+  torch::optim::SGD optimizer(alone->parameters(), 0.1);
+  for (int step = 0; step < 3; ++step) {
+    optimizer.zero_grad();
+    for (int rank = 0; rank < 2; ++rank) {
+      (alone->forward(at::tensor({1, 2, rank + 3 + step})).pow(2).sum() / 2).backward();
+    }
+    optimizer.step();
+  }
+  for (const bool is_fused : {false, true}) {
+    for (const bool searches : {false, true}) {
+      const Warnings quiet;
+      auto model = seeded(Bag(true));
+      if (!is_fused) apply_optimizer_in_backward(make_sgd, model->parameters());
+      DistributedDataParallel ddp(model, world.group(), {.find_unused_parameters = searches});
+      if (is_fused) ddp.register_fused_optim(make_sgd);
+      for (int step = 0; step < 3; ++step) {
+        ddp(rows_of(world, step)).pow(2).sum().backward();
+        EXPECT_FALSE(model->bag->weight.grad().defined());
+      }
+      expect_close(model->parameters(), alone->parameters());
+      remove_optimizers_in_backward(model->parameters());
+    }
+  }
+}
+
 // DDP-60
 LOCKSTEP_THREAD_TEST(DdpSparse, OtherGradientsAreRefusedByName, 2) {
   DistributedDataParallel ddp(seeded(Bag(true)), world.group());
