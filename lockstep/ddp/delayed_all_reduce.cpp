@@ -1,5 +1,6 @@
 #include "lockstep/ddp/delayed_all_reduce.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>
@@ -12,7 +13,9 @@ namespace lockstep::detail {
 
 DelayedAllReduce::DelayedAllReduce(NamedTensors parameters, GroupPtr group)
     : parameters_(std::move(parameters)), group_(std::move(group)), views_(parameters_.size()) {
-  const at::NoGradGuard no_grad;
+  // Aliases that autograd does not track as views: Optimizer::zero_grad() detaches gradients in place, which it refuses
+  // for views.
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
   std::vector<bool> has_view(parameters_.size());
   for (std::size_t first = 0; first < parameters_.size(); ++first) {
     if (has_view[first]) continue;
@@ -36,11 +39,11 @@ DelayedAllReduce::DelayedAllReduce(NamedTensors parameters, GroupPtr group)
   }
 }
 
-void DelayedAllReduce::attach(const at::Tensor& trigger, std::function<bool()> is_enabled) {
+void DelayedAllReduce::attach(const at::Tensor& trigger) {
   trigger_ = trigger;
-  const auto on_gradient = [weak = weak_from_this(), is_enabled = std::move(is_enabled)] {
+  const auto on_gradient = [weak = weak_from_this()] {
     const auto self = weak.lock();
-    if (self && is_enabled()) self->launch();
+    if (self && (self->is_due_ || self->is_last_synced_)) self->launch();
   };
   const bool is_delayed = std::any_of(parameters_.begin(), parameters_.end(),
                                       [&](const auto& parameter) { return parameter.second.is_same(trigger); });
@@ -59,6 +62,7 @@ void DelayedAllReduce::detach() {
 
 void DelayedAllReduce::launch() {
   const at::NoGradGuard no_grad;
+  is_due_ = false;
   for (const auto& buffer : buffers_) {
     buffer.div_(group_->getSize());
     pending_.push_back(launch_all_reduce(buffer, group_));
@@ -70,6 +74,11 @@ void DelayedAllReduce::launch() {
 
 void DelayedAllReduce::wait() {
   for (auto& pending : std::exchange(pending_, {})) pending.wait();
+}
+
+void DelayedAllReduce::prepare_for_backward(bool is_synced) {
+  is_due_ = is_due_ || is_synced;
+  is_last_synced_ = is_synced;
 }
 
 void DelayedAllReduce::reset_gradients() {

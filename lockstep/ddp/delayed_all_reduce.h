@@ -4,7 +4,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -22,10 +21,14 @@ class DelayedAllReduce : public std::enable_shared_from_this<DelayedAllReduce> {
   DelayedAllReduce(NamedTensors parameters, GroupPtr group);
 
   /// From now on: when the gradient of `trigger` is computed (and, if it is a delayed one itself, added to the others),
-  /// the buffers are divided by the number of ranks and summed over them; backward does not return before. `is_enabled`
-  /// is asked each time.
-  void attach(const at::Tensor& trigger, std::function<bool()> is_enabled);
+  /// the buffers are divided by the number of ranks and summed over them; backward does not return before.
+  void attach(const at::Tensor& trigger);
   void detach();
+  /// Before a forward: the hook follows a trigger that torch::load() or set_() gave another accumulator.
+  void refresh_hooks() { accumulation_.refresh(); }
+  /// After a forward with gradients. Backwards of one that is not synced stay local, unless an earlier synced forward
+  /// still has none: one backward may be of both.
+  void prepare_for_backward(bool is_synced);
   /// After a forward: gradients that are undefined become zeroed views of the buffers.
   void reset_gradients();
 
@@ -43,6 +46,8 @@ class DelayedAllReduce : public std::enable_shared_from_this<DelayedAllReduce> {
   at::Tensor trigger_;
   std::optional<unsigned> hook_;
   GradientHooks accumulation_;  // of a trigger that is delayed itself
+  bool is_due_ = false;         // a synced forward had no backward yet
+  bool is_last_synced_ = false;
 };
 
 }  // namespace lockstep::detail

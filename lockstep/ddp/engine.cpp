@@ -83,7 +83,7 @@ DdpEngine::DdpEngine(std::shared_ptr<torch::nn::Module> module, const DdpOptions
   if (options_.init_sync) sync_states(managed_.infos);
   if (!options_.delay_all_reduce_named_params.empty()) {
     delayed_ = std::make_shared<detail::DelayedAllReduce>(options_.delay_all_reduce_named_params, group_);
-    delayed_->attach(options_.param_to_hook_all_reduce, [this] { return is_sync_enabled_; });
+    delayed_->attach(options_.param_to_hook_all_reduce);
   }
   if (managed_.tensors.empty()) {
     LOG(INFO) << "[lockstep/ddp] the reduction of all parameters is delayed";
@@ -191,6 +191,7 @@ void DdpEngine::set_up_once() {
 
 void DdpEngine::pre_forward() {
   if (per_parameter_) per_parameter_->refresh_hooks();
+  if (delayed_) delayed_->refresh_hooks();
   if (!reducer_) return;
   reducer_->refresh_hooks();
   set_up_once();
@@ -236,7 +237,9 @@ void DdpEngine::post_forward(const std::vector<at::Tensor*>& outputs) {
   // Without a backward nobody else would.
   if (low_ && !c10::GradMode::is_enabled()) low_->restore();
   if (reducer_) arm_reducer(outputs);
-  if (delayed_) delayed_->reset_gradients();
+  if (!delayed_) return;
+  delayed_->reset_gradients();
+  if (c10::GradMode::is_enabled()) delayed_->prepare_for_backward(is_sync_enabled_);
 }
 
 void DdpEngine::arm_reducer(const std::vector<at::Tensor*>& outputs) {

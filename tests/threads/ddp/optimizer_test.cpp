@@ -1,4 +1,6 @@
 // Optimizers that step in backward, gradients that are reduced late, and gradients reduced one by one.
+#include <torch/serialize.h>
+
 #include "tests/support/ddp_models.h"
 
 namespace lockstep {
@@ -186,6 +188,114 @@ LOCKSTEP_THREAD_TEST(DdpDelayed, ReducesNamedParametersAtTheTrigger, 2) {
     expect_close(gradients_of(*model), gradients_of(*reference));
     EXPECT_TRUE(model->layers[1]->weight.grad().is_alias_of(model->layers[1]->bias.grad())) << "one buffer";
   }
+}
+
+/// Gradients of the second layer are reduced late: when the first one's comes, or the weight's when its own has come.
+struct Delayed {
+  Delayed(const World& world, bool is_own_trigger)
+      : model(mlp({4, 3, 2})), ddp(model, world.group(), options_for(*model, is_own_trigger)) {}
+  static DdpOptions options_for(MlpImpl& model, bool is_own_trigger) {
+    const auto& late = *model.layers[1];
+    NamedTensors delayed = {{"layer1.weight", late.weight}};
+    if (!is_own_trigger) delayed.emplace_back("layer1.bias", late.bias);
+    return {.delay_all_reduce_named_params = delayed,
+            .param_to_hook_all_reduce = is_own_trigger ? late.weight : model.layers[0]->weight};
+  }
+  Mlp model;
+  DistributedDataParallel<Mlp> ddp;
+};
+
+// (D-8): gradients are views of one buffer, which optimizers must not notice
+LOCKSTEP_THREAD_TEST(DdpDelayed, OptimizersZeroTheirGradientsEitherWay, 2) {
+  const auto batch = random_batch(8, 4, 2);
+  for (const bool is_own_trigger : {false, true}) {
+    for (const bool sets_to_none : {false, true}) {
+      Delayed delayed(world, is_own_trigger);
+      const auto optimizer = make_sgd(delayed.model->parameters());
+      for (int step = 0; step < 3; ++step) {
+        optimizer->zero_grad(sets_to_none);
+        delayed.ddp(my_rows(batch, world)).pow(2).mean().backward();
+        optimizer->step();
+      }
+      expect_close(delayed.model->parameters(), trained({4, 3, 2}, batch, 3));
+    }
+  }
+}
+
+// (D-8)
+LOCKSTEP_THREAD_TEST(DdpDelayed, StillReducesAfterALoad, 2) {
+  const auto batch = random_batch(8, 4, 2);
+  for (const bool is_own_trigger : {false, true}) {
+    Delayed delayed(world, is_own_trigger);
+    delayed.ddp(my_rows(batch, world)).pow(2).mean().backward();
+    auto reference = mlp({4, 3, 2}, /*seed=*/5);
+    std::stringstream file;
+    torch::save(reference, file);
+    torch::load(delayed.model, file);
+    zero_grads(delayed.ddp);
+    delayed.ddp(my_rows(batch, world)).pow(2).mean().backward();
+    reference->forward(batch).pow(2).mean().backward();
+    expect_close(gradients_of(*delayed.model), gradients_of(*reference));
+  }
+}
+
+// (D-8)
+LOCKSTEP_THREAD_TEST(DdpDelayed, NoSyncIsAboutForward, 2) {
+  const auto input = at::full({1, 4}, world.rank() + 1.0);
+  const auto first = [](double value) { return at::full({2, 4}, value); };
+  const auto with_all_delayed = [&](const auto& run) {
+    auto model = mlp({4, 2});
+    DistributedDataParallel ddp(model, world.group(),
+                                {.delay_all_reduce_named_params = {{"layer0.weight", model->layers[0]->weight},
+                                                                   {"layer0.bias", model->layers[0]->bias}},
+                                 .param_to_hook_all_reduce = model->layers[0]->weight});
+    run(ddp);
+    return model->layers[0]->weight.grad();
+  };
+  const double mine = world.rank() + 1;
+  // Forward inside, backward outside: local.
+  EXPECT_TRUE(at::equal(with_all_delayed([&](auto& ddp) {
+                          at::Tensor loss;
+                          {
+                            const auto guard = ddp.no_sync();
+                            loss = ddp(input).sum();
+                          }
+                          loss.backward();
+                        }),
+                        first(mine)));
+  // Forward outside, backward inside: reduced.
+  EXPECT_TRUE(at::equal(with_all_delayed([&](auto& ddp) {
+                          const auto loss = ddp(input).sum();
+                          const auto guard = ddp.no_sync();
+                          loss.backward();
+                        }),
+                        first(1.5)));
+  // One backward of both kinds: reduced.
+  EXPECT_TRUE(at::equal(with_all_delayed([&](auto& ddp) {
+                          auto loss = ddp(input).sum();
+                          {
+                            const auto guard = ddp.no_sync();
+                            loss = loss + ddp(input).sum();
+                          }
+                          loss.backward();
+                        }),
+                        first(3)));
+  // Accumulation.
+  EXPECT_TRUE(at::equal(with_all_delayed([&](auto& ddp) {
+                          {
+                            const auto guard = ddp.no_sync();
+                            ddp(input).sum().backward();
+                          }
+                          ddp(input).sum().backward();
+                        }),
+                        first(3)));
+  // Two backwards of one forward: each is.
+  EXPECT_TRUE(at::equal(with_all_delayed([&](auto& ddp) {
+                          const auto loss = ddp(input).sum();
+                          loss.backward({}, /*retain_graph=*/true);
+                          loss.backward();
+                        }),
+                        first(3)));
 }
 
 // DDP-92
