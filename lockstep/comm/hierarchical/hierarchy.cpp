@@ -43,15 +43,56 @@ bool has_leader_stage(CallKind kind) {
   }
 }
 
-/// In words, since it is shown if another host has something else.
-std::string what_hosts_compare(const Call& call) {
-  if (call.kind == CallKind::kBarrier) return name_of(call.kind);
+int64_t elements_of(const std::vector<at::Tensor>& tensors) {
   int64_t elements = 0;
-  for (const auto& tensor : call.inputs) elements += tensor.numel();
-  std::string rooted;
-  if (call.kind == CallKind::kReduce || call.kind == CallKind::kBroadcast) rooted = str(", root ", call.root);
-  return str(name_of(call.kind), is_reduction(call.kind) ? str("(", name_of(call.op), ")") : "", " of ", elements, " ",
-             c10::toString(call.inputs[0].scalar_type()), " elements per rank", rooted);
+  for (const auto& tensor : tensors) elements += tensor.numel();
+  return elements;
+}
+
+/// How many elements go to, or come from, each rank.
+std::vector<int64_t> elements_by_rank(const std::vector<at::Tensor>& tensors, const std::vector<int64_t>& splits,
+                                      int ranks) {
+  std::vector<int64_t> elements;
+  if (tensors.size() > 1) {
+    for (const auto& tensor : tensors) elements.push_back(tensor.numel());
+    return elements;
+  }
+  const auto total = tensors[0].numel();
+  if (splits.empty()) return std::vector<int64_t>(static_cast<std::size_t>(ranks), total / ranks);
+  for (const auto split : splits) elements.push_back(split == 0 ? 0 : split * (total / tensors[0].size(0)));
+  return elements;
+}
+
+/// In words, since it is shown if another has something else.
+LeaderExchange::Announcement what_is_compared(const Call& call, int members) {
+  const auto text = [&](int64_t elements, const char* unit) {
+    return str(name_of(call.kind), is_reduction(call.kind) ? str("(", name_of(call.op), ")") : "", " of ", elements,
+               " ", c10::toString(call.subjects()[0].scalar_type()), " elements per ", unit,
+               has_root(call.kind) ? str(", root ", call.root) : "");
+  };
+  const auto to_all = [&](const std::string& words) {
+    const std::vector<std::string> same(static_cast<std::size_t>(members), words);
+    return LeaderExchange::Announcement{same, same};
+  };
+  switch (call.kind) {
+    case CallKind::kBarrier:
+      return to_all(name_of(call.kind));
+    case CallKind::kScatter:
+      return to_all(text(elements_of(call.outputs), "rank"));
+    case CallKind::kAllToAll:
+    case CallKind::kAllToAllSingle: {
+      LeaderExchange::Announcement words;
+      for (const auto count : elements_by_rank(call.inputs, call.input_splits, members)) {
+        words.told.push_back(text(count, "message"));
+      }
+      for (const auto count : elements_by_rank(call.outputs, call.output_splits, members)) {
+        words.expected.push_back(text(count, "message"));
+      }
+      return words;
+    }
+    default:
+      return to_all(text(elements_of(call.inputs), "rank"));
+  }
 }
 
 /// A leader reduces in place; where that is not the result's place, the caller's tensor stays as it is.
@@ -69,7 +110,9 @@ Hierarchy::Hierarchy(HostLayout layout, int rank, c10::intrusive_ptr<ShmBackend>
       host_order_(index_unless_sorted(layout_.host_order())),
       local_(std::move(local)),
       flat_(std::move(flat)),
-      leaders_(leaders ? std::make_unique<LeaderExchange>(leaders) : nullptr) {}
+      leaders_(leaders ? std::make_shared<LeaderExchange>(leaders, layout_.largest() == 1 ? "rank" : "host") : nullptr),
+      // Where every rank leads a host, it hears of every call in one place, whatever the other one calls.
+      all_(layout_.largest() == 1 ? leaders_ : std::make_shared<LeaderExchange>(flat_, "rank")) {}
 
 void Hierarchy::run(const Call& call) {
   TORCH_CHECK_WITH(DistBackendError, failure_.empty(), "an earlier call failed: ", failure_);
@@ -79,11 +122,14 @@ void Hierarchy::run(const Call& call) {
   try {
     const Deadline deadline(call.timeout);
     // On its way while the host is busy with the first stage.
-    if (is_leader() && has_leader_stage(call.kind)) leaders_->announce(what_hosts_compare(call), deadline);
+    if (is_leader() && has_leader_stage(call.kind)) {
+      leaders_->announce(what_is_compared(call, layout_.hosts()), deadline);
+    }
     run_stages(call, deadline);
   } catch (const std::exception& error) {
     failure_ = first_line(error);
     leaders_.reset();
+    all_.reset();
     throw;
   }
 }
@@ -105,6 +151,8 @@ void Hierarchy::run_stages(const Call& call, const Deadline& deadline) {
     case CallKind::kBarrier:
       return barrier(deadline);
     default:
+      all_->announce(what_is_compared(call, ranks()), deadline);
+      all_->check_same_call();
       return run_as_bytes(*flat_, call, deadline);
   }
 }

@@ -63,8 +63,9 @@ class Hierarchy {
   const BackendPtr flat_;
 
   // Used by run() alone.
-  std::unique_ptr<LeaderExchange>
-      leaders_;  // dropped when a call fails: its connections close, and others stop waiting
+  // Dropped when a call fails: the leaders' connections close, and others stop waiting.
+  std::shared_ptr<LeaderExchange> leaders_;
+  std::shared_ptr<LeaderExchange> all_;  // of all ranks: compares what has no stages
   std::string failure_;
 };
 

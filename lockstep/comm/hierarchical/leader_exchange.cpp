@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <utility>
 
 #include "lockstep/comm/call.h"
@@ -19,8 +20,8 @@ constexpr std::size_t kMostBytesGathered = std::size_t{32} << 10;
 constexpr int64_t kLeastShareBytes = int64_t{512} << 10;
 constexpr int64_t kMostSlices = 64;
 constexpr int64_t kAnnouncementBytes = 128;
-// Data has tags 0, 1, …
-constexpr int kAnnouncementTag = 1000;
+// Data has tags 0, 1, …, and so have the program's own messages.
+constexpr int kAnnouncementTag = std::numeric_limits<int>::max();
 
 std::size_t at_host(int host) {
   return static_cast<std::size_t>(host);
@@ -50,25 +51,27 @@ void LeaderExchange::wait(const Works& works, const Deadline& deadline) {
   for (const auto& work : works) work->wait(deadline.left());
 }
 
-void LeaderExchange::announce(const std::string& call, const Deadline& deadline) {
+void LeaderExchange::announce(Announcement call, const Deadline& deadline) {
+  call_ = std::move(call);
+  const auto told = at::zeros({hosts(), kAnnouncementBytes}, at::kByte);
+  for (int each = 0; each < hosts(); ++each) {
+    const auto& text = call_.told[at_host(each)];
+    std::memcpy(told[each].mutable_data_ptr(), text.data(), std::min<std::size_t>(text.size(), kAnnouncementBytes - 1));
+  }
   announced_ = at::zeros({hosts(), kAnnouncementBytes}, at::kByte);
-  const auto rows = announced_.unbind(0);
-  std::memcpy(rows[at_host(host())].mutable_data_ptr(), call.data(),
-              std::min<std::size_t>(call.size(), kAnnouncementBytes - 1));
   announced_until_ = deadline;
-  receive(rows, kAnnouncementTag, announcing_);
-  send(std::vector(at_host(hosts()), rows[at_host(host())]), kAnnouncementTag, announcing_);
+  receive(announced_.unbind(0), kAnnouncementTag, announcing_);
+  send(told.unbind(0), kAnnouncementTag, announcing_);
 }
 
 void LeaderExchange::check_same_call() {
   wait(std::exchange(announcing_, {}), *announced_until_);
-  const auto text_of = [&](int each) {
-    return std::string(reinterpret_cast<const char*>(announced_[each].const_data_ptr<uint8_t>()));
-  };
-  const auto mine = text_of(host());
   for (int each = 0; each < hosts(); ++each) {
-    TORCH_CHECK(text_of(each) == mine, "hosts disagree: this one, host ", host(), ", calls ", mine, ", host ", each,
-                " calls ", text_of(each));
+    if (each == host()) continue;
+    const std::string told(reinterpret_cast<const char*>(announced_[each].const_data_ptr<uint8_t>()));
+    const auto expected = call_.expected[at_host(each)].substr(0, kAnnouncementBytes - 1);
+    TORCH_CHECK(told == expected, each_, "s disagree: this one, ", each_, " ", host(), ", calls ", expected, ", ",
+                each_, " ", each, " calls ", told);
   }
 }
 

@@ -17,12 +17,18 @@ namespace lockstep::detail {
 /// All of it is collective over the leaders and blocks. A *run* is a contiguous tensor of one dim.
 class LeaderExchange {
  public:
-  /// Among the leaders alone; rank h is host h's.
-  explicit LeaderExchange(BackendPtr transport) : transport_(std::move(transport)) {}
+  /// Among the leaders alone; rank h is host h's. `each` is what messages call one: "host".
+  explicit LeaderExchange(BackendPtr transport, std::string each = "host")
+      : transport_(std::move(transport)), each_(std::move(each)) {}
 
-  /// Tells the other leaders what comes next; does not wait.
-  void announce(const std::string& call, const Deadline& deadline);
-  /// Throws, on all of them, if what the leaders announced differs.
+  /// What a call is to each of the others, in words: `told` to it, and `expected` to be told by it.
+  struct Announcement {
+    std::vector<std::string> told;
+    std::vector<std::string> expected;
+  };
+  /// Tells the others what comes next; does not wait.
+  void announce(Announcement call, const Deadline& deadline);
+  /// Throws if one of them announced something else. Where all tell all the same, then all of them throw.
   void check_same_call();
 
   /// In place.
@@ -53,8 +59,10 @@ class LeaderExchange {
   std::vector<at::Tensor> room_for_others(const at::Tensor& run) const;
 
   const BackendPtr transport_;
+  const std::string each_;
 
   // From announce() to check_same_call().
+  Announcement call_;
   at::Tensor announced_;  // a row per host
   Works announcing_;
   std::optional<Deadline> announced_until_;

@@ -1,5 +1,5 @@
-// Makes the backend behind the name "shm": who shares a host, and who shares a process. Where no memory can be shared
-// it is gloo, and where only some of it can, a hierarchy of both.
+// Makes the backend behind the name "shm": who shares a host, and who shares a process. Where ranks are on several
+// hosts it is a hierarchy, also if no two share one: it compares what the ranks call, which gloo alone does not.
 #include <unistd.h>
 
 #include <algorithm>
@@ -119,7 +119,6 @@ BackendPtr make_shm_backend(const BackendRequest& request) {
   if (layout.hosts() == 1) return make_local_backend(request, is_one_process);
   TORCH_CHECK(!request.address.empty(), "[lockstep/comm] group '", request.group_name, "' has ranks on ",
               layout.hosts(), " hosts, but here backend shm serves ranks of one host only. Use gloo.");
-  if (layout.largest() == 1) return make_backend("gloo", request_among(first_ranks(request.size), "flat", request));
   return make_hierarchical_backend(request, std::move(layout), is_one_process);
 }
 

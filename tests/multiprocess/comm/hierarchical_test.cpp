@@ -214,7 +214,7 @@ std::string name_of_layout(const ::testing::TestParamInfo<Hosts>& layout) {
 
 INSTANTIATE_TEST_SUITE_P(Layouts, Hierarchical,
                          ::testing::Values(Hosts{0, 0, 1, 1}, Hosts{0, 1, 0, 1}, Hosts{0, 1, 1}, Hosts{0, 1, 1, 0, 0},
-                                           Hosts{0, 1, 2, 2}),
+                                           Hosts{0, 1, 2, 2}, Hosts{0, 1, 2}),
                          name_of_layout);
 INSTANTIATE_TEST_SUITE_P(Layouts, HierarchicalCalls, ::testing::Values(Hosts{0, 1, 0, 1}, Hosts{0, 1, 1}),
                          name_of_layout);
@@ -222,14 +222,14 @@ INSTANTIATE_TEST_SUITE_P(Layouts, HierarchicalCalls, ::testing::Values(Hosts{0, 
 TEST(HierarchicalChoice, FollowsWhoSharesAHost) {
   testing::run_processes_in_gtest({.world_size = 4, .backend = "gloo"}, [](const World& world) {
     EXPECT_EQ(backend_name(group_on({0, 0, 0, 0}, world)), "shm");
-    EXPECT_EQ(backend_name(group_on({0, 1, 2, 3}, world)), "gloo");
+    EXPECT_EQ(backend_name(group_on({0, 1, 2, 3}, world)), "hierarchical");
     const auto group = group_on({0, 0, 1, 1}, world);
     EXPECT_EQ(backend_name(group), "hierarchical");
     // Groups made from it choose anew.
     const auto host = new_host_group(group);
     EXPECT_EQ(backend_name(host), "shm");
     const auto leaders = new_subgroups(group, {{0, 2}, {1, 3}});
-    EXPECT_EQ(backend_name(leaders), "gloo");
+    EXPECT_EQ(backend_name(leaders), "hierarchical");
     auto tensor = at::ones({1});
     all_reduce(tensor, host);
     all_reduce(tensor, leaders);
@@ -270,6 +270,60 @@ TEST(HierarchicalFailure, OfHostsThatDisagreeIsToldToAll) {
   expect_disagreement(
       [](const GroupPtr& group, bool is_other) { is_other ? barrier(group) : all_reduce(at::ones({4}), group); },
       "barrier", "all_reduce(sum)");
+}
+
+//
+TEST(HierarchicalFailure, OfRanksThatAreAloneOnTheirHostsAndDisagreeIsToldToAll) {
+  using Collective = std::function<void(const GroupPtr& group, bool is_other)>;
+  struct Case {
+    Collective collective;
+    std::vector<std::string> words;
+  };
+  const auto gathered = [](const GroupPtr& group, int64_t size) {
+    std::vector<at::Tensor> outputs;
+    if (group->getRank() == 0) outputs.assign(3, at::empty({size}));
+    gather(at::ones({size}), outputs, 0, group);
+  };
+  const std::vector<Case> cases = {
+      {[](const auto& group, bool is_other) { all_reduce(at::ones({4}, is_other ? at::kInt : at::kFloat), group); },
+       {"4 Float", "4 Int"}},
+      {[](const auto& group, bool is_other) {
+         all_reduce(at::ones({4}), group, is_other ? ReduceOp::MAX : ReduceOp::SUM);
+       },
+       {"all_reduce(sum)", "all_reduce(max)"}},
+      {[](const auto& group, bool is_other) { all_reduce(at::ones({is_other ? 50'000 : 4}), group); },
+       {"4 Float", "50000 Float"}},
+      {[](const auto& group, bool is_other) { broadcast(at::ones({4}), is_other ? 1 : 0, group); },
+       {"root 0", "root 1"}},
+      {[](const auto& group, bool is_other) {
+         const int64_t size = is_other ? 6 : 4;
+         all_gather_into_tensor(at::empty({3 * size}), at::ones({size}), group);
+       },
+       {"4 Float", "6 Float"}},
+      {[](const auto& group, bool is_other) { is_other ? barrier(group) : all_reduce(at::ones({4}), group); },
+       {"barrier", "all_reduce(sum)"}},
+      {[&](const auto& group, bool is_other) { gathered(group, is_other ? 6 : 4); }, {"4 Float", "6 Float"}},
+      {[&](const auto& group, bool is_other) { is_other ? all_reduce(at::ones({4}), group) : gathered(group, 4); },
+       {"gather", "all_reduce(sum)"}},
+      {[](const auto& group, bool is_other) {
+         // The others' messages are right for each other, but not for this one.
+         const int64_t size = is_other ? 6 : 3;
+         all_to_all_single(at::empty({size}), at::ones({size}), group);
+       },
+       {"1 Float", "2 Float"}},
+  };
+  for (std::size_t i = 0; i < cases.size(); ++i) {
+    SCOPED_TRACE(i);
+    testing::run_processes_in_gtest({.world_size = 3, .backend = "gloo"}, [&](const World& world) {
+      const auto group = group_on({0, 1, 2}, world, 20s);
+      all_reduce(at::ones({3}), group);
+      const auto start = std::chrono::steady_clock::now();
+      auto words = cases[i].words;
+      words.push_back("ranks disagree");
+      expect_error([&] { cases[i].collective(group, world.rank() == 1); }, words);
+      EXPECT_LT(std::chrono::steady_clock::now() - start, 10s);
+    });
+  }
 }
 
 constexpr int kSawIt = 42;
