@@ -15,6 +15,9 @@
 
 namespace lockstep::detail {
 
+/// Releases of libtorch differ in how they count references to nodes.
+using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+
 class GradientHooks {
  public:
   GradientHooks() = default;
@@ -36,8 +39,6 @@ class GradientHooks {
   }
 
  private:
-  using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
-
   void add_one(std::size_t index);
 
   std::vector<at::Tensor> parameters_;
