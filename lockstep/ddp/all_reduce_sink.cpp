@@ -185,10 +185,10 @@ void AllReduceSink::write_dense(Bucket& bucket, UsedMap* used, const StepTerms& 
       if (terms.is_identity) continue;
       terms.access.with_gradient(parameter, [&](at::Tensor& grad) {
         const auto full = setup_.plan.parameters()[index].dtype;
-        if (options.gradient_dtype || (!grad.defined() && gradient.scalar_type() != full)) {
-          grad = gradient.to(full, /*non_blocking=*/false, /*copy=*/true);
-        } else if (grad.defined()) {
+        if (grad.defined()) {
           copy_plain(grad, gradient);
+        } else if (gradient.scalar_type() != full) {
+          grad = gradient.to(full, /*non_blocking=*/false, /*copy=*/true);
         } else {
           grad = torch::autograd::utils::clone_obey_contract(gradient, parameter);
         }
@@ -213,6 +213,7 @@ void AllReduceSink::write_sparse(Bucket& bucket, UsedMap* used, const StepTerms&
   if (const auto& rows = bucket.sparse_rows()) {
     gradient = at::sparse_coo_tensor(rows->view({1, -1}), gradient, parameter.sizes());
   }
+  gradient = gradient.to(parameter.scalar_type());
   if (has_consumer()) {
     offer(bucket, {gradient}, [&](std::size_t index) { return used == nullptr || used->is_used(index); });
     if (bucket.progress.is_consumed[0]) return;

@@ -14,7 +14,7 @@ namespace lockstep::detail {
 
 class Bucket {
  public:
-  /// Without a buffer. `dtype` replaces the parameters' own if the gradients have another.
+  /// Without a buffer. `dtype` replaces the parameters' own if they are reduced in another.
   Bucket(std::size_t index, const BucketPlan& plan, const std::vector<at::Tensor>& all_parameters,
          std::optional<at::ScalarType> dtype);
 

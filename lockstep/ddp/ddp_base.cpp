@@ -192,8 +192,4 @@ void DdpBase::check_clone() const {
               "[lockstep/ddp] a wrapper with delayed parameters cannot be cloned: it names tensors of its module");
 }
 
-bool DdpBase::save_in_full(const torch::nn::Module& wrapper, torch::serialize::OutputArchive& archive) const {
-  return engine_->save_in_full(wrapper, archive);
-}
-
 }  // namespace lockstep

@@ -22,9 +22,6 @@
 namespace torch::nn {
 class Module;
 }
-namespace torch::serialize {
-class OutputArchive;
-}
 
 namespace lockstep {
 
@@ -143,8 +140,6 @@ class DdpBase : public Joinable {
   at::Tensor cast_and_move(const at::Tensor& input) const;
   /// Throws if the wrapper cannot be cloned.
   void check_clone() const;
-  /// Writes `wrapper` in full precision, if something else would be written without this. False if not.
-  bool save_in_full(const torch::nn::Module& wrapper, torch::serialize::OutputArchive& archive) const;
 
  private:
   const std::shared_ptr<DdpEngine> engine_;

@@ -63,10 +63,6 @@ class DistributedDataParallel : public WrappedModule<M>, public DdpBase {
     const auto copy = detail::as_module(this->module())->clone(device);
     return std::make_shared<DistributedDataParallel>(detail::module_cast<M>(copy), process_group(), options());
   }
-  /// In full precision, whatever the wrapper computes in.
-  void save(torch::serialize::OutputArchive& archive) const override {
-    if (!save_in_full(*this, archive)) torch::nn::Module::save(archive);
-  }
 
  protected:
   void pre_forward() override { begin_forward(); }

@@ -103,16 +103,17 @@ void DdpEngine::make_reducer() {
     }
     plan = BucketPlan::load(options_.bucket_plan, managed_.infos);
   }
-  const auto param_dtype = options_.mixed_precision ? options_.mixed_precision->param_dtype : std::nullopt;
   ReducerOptions settings;
+  if (const auto& precision = options_.mixed_precision) {
+    settings.reduce_dtype = precision->reduce_dtype ? precision->reduce_dtype : precision->param_dtype;
+  }
   settings.caps = detail::caps_of(options_);
   settings.find_unused_parameters = options_.find_unused_parameters;
   settings.static_graph = options_.static_graph;
   // Gradients in full precision are no part of a bucket.
-  settings.gradient_as_bucket_view = options_.gradient_as_bucket_view && !param_dtype;
+  settings.gradient_as_bucket_view = options_.gradient_as_bucket_view && !settings.reduce_dtype;
   settings.skip_all_reduce_unused_params = options_.skip_all_reduce_unused_params;
   settings.batched_grad_copy = options_.batched_grad_copy;
-  settings.gradient_dtype = param_dtype;
   settings.plan = plan;
   settings.label = interned(bucket_label(*module_));
   reducer_ = std::make_shared<Reducer>(managed_.tensors, managed_.infos, group_, settings);
@@ -136,7 +137,6 @@ void DdpEngine::make_reducer() {
   if (options_.mixed_precision) {
     low_ = std::make_unique<detail::LowPrecision>(*options_.mixed_precision, parameters_,
                                                   detail::buffers_of(*module_, ignored_));
-    low_->attach(reducer_);
     reducer_->reserve_hook_slot("mixed_precision reduces the gradients its own way");
     logger_->set_mixed_precision(detail::describe(*options_.mixed_precision));
   }
@@ -175,7 +175,6 @@ void DdpEngine::take_state_of(int source, bool has_buffers) {
 }
 
 void DdpEngine::check_parameters_unchanged() const {
-  if (low_ && low_->is_low()) return;  // a forward without backward left them so
   const auto changes = detail::changes_since(managed_, detail::managed_parameters(*module_, ignored_));
   if (changes.empty()) return;
   fail(str(who(), ": the module's parameters changed after it was wrapped: ", changes,
@@ -212,7 +211,6 @@ void DdpEngine::pre_forward() {
     const int source = tally.is_open() ? tally.live_ranks().back() : 0;
     reducer_->install_futures(buffers_->before_forward(group_, source));
   }
-  if (low_) low_->cast_down();
 }
 
 bool DdpEngine::moves_inputs() const {
@@ -226,16 +224,17 @@ at::Tensor DdpEngine::prepare_input(const at::Tensor& input) const {
 }
 
 void DdpEngine::enter_module() {
+  if (low_) low_->enter();
   if (!options_.per_parameter) active_engines.push_back(this);
 }
 
 void DdpEngine::leave_module() noexcept {
   if (!options_.per_parameter) active_engines.pop_back();
+  if (low_) low_->leave();
 }
 
 void DdpEngine::post_forward(const std::vector<at::Tensor*>& outputs) {
-  // Without a backward nobody else would.
-  if (low_ && !c10::GradMode::is_enabled()) low_->restore();
+  if (low_) low_->keep_writes();
   if (reducer_) arm_reducer(outputs);
   if (!delayed_) return;
   delayed_->reset_gradients();

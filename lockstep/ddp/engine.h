@@ -28,9 +28,6 @@
 namespace torch::nn {
 class Module;
 }
-namespace torch::serialize {
-class OutputArchive;
-}
 
 namespace lockstep {
 
@@ -99,8 +96,6 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   DdpSnapshot snapshot() const;
   /// The flags of a snapshot, on a wrapper that was made with its options.
   void restore(const DdpSnapshot& snapshot);
-  /// Writes `wrapper` in full precision, if something else would be written without this. False if not.
-  bool save_in_full(const torch::nn::Module& wrapper, torch::serialize::OutputArchive& archive) const;
 
   const DdpOptions& options() const { return options_; }
   const GroupPtr& group() const { return group_; }

@@ -1,13 +1,7 @@
-// The part of the engine that saves a wrapper: its settings, and its module in full precision.
+// The part of the engine that saves a wrapper's settings.
 #include "lockstep/ddp/engine.h"
-#include "lockstep/ddp/low_precision.h"
 
 namespace lockstep {
-
-bool DdpEngine::save_in_full(const torch::nn::Module& wrapper, torch::serialize::OutputArchive& archive) const {
-  if (low_) low_->save(wrapper, archive);
-  return low_ != nullptr;
-}
 
 void DdpEngine::restore(const DdpSnapshot& snapshot) {
   set_sync_enabled(snapshot.require_backward_grad_sync);

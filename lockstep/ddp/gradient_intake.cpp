@@ -19,9 +19,11 @@ void GradientIntake::check_gradient(const Bucket& bucket, std::size_t place, con
     setup_.fail(str(setup_.who(), ": parameter '", name, "' got a sparse gradient, which was not expected. Only ",
                     "Embedding and EmbeddingBag with sparse(true) may have them."));
   }
-  if (grad.scalar_type() != view.scalar_type()) {
+  const auto dtype = setup_.plan.parameters()[bucket.parameter_index(place)].dtype;
+  if (grad.scalar_type() != dtype) {
     setup_.fail(str(setup_.who(), ": gradient of parameter '", name, "' is ", c10::toString(grad.scalar_type()),
-                    ", but its bucket holds ", c10::toString(view.scalar_type()), "."));
+                    ", but its bucket was made for ", c10::toString(dtype),
+                    ". Wrap the module again after its dtype has changed."));
   }
   if (has_warned_of_strides_ || grad.strides() == view.strides() || grad.numel() <= 1) return;
   // Strides of dims of one element mean nothing.
@@ -106,7 +108,7 @@ void GradientIntake::take_sparse(Bucket& bucket, const StepTerms& terms) {
       setup_.fail(str(setup_.who(), ": parameter '", name, "' belongs to a layer with sparse gradients, but got ",
                       grad.defined() ? "a dense one" : "none", "."));
     }
-    auto gradient = grad;
+    auto gradient = setup_.options.reduce_dtype ? grad.to(*setup_.options.reduce_dtype) : grad;
     std::optional<at::Tensor> rows;
     if (!terms.sparse_metadata.empty()) {
       const auto found = terms.sparse_metadata.find(name);
@@ -115,7 +117,7 @@ void GradientIntake::take_sparse(Bucket& bucket, const StepTerms& terms) {
       }
       rows = found->second.to(at::kLong).to(grad.device());
       // Dense over the rows all ranks have together: a plain sum will do.
-      gradient = over_known_rows(grad.coalesce(), *rows, name);
+      gradient = over_known_rows(gradient.coalesce(), *rows, name);
     }
     if (terms.excludes_own) {
       gradient = at::zeros_like(gradient);

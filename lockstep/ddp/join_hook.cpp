@@ -124,7 +124,6 @@ void DdpEngine::mirror_iteration() {
   if (buffers_->will_sync_before_forward()) buffers_->before_forward(group_, tally.live_ranks().back());
   buffers_->set_required(is_reduced);
   if (!is_reduced) return;
-  if (low_) low_->cast_down();
   if (join_options_.weighted) {
     const auto sum = gives_leftovers ? weighted_->reduced_weight_with(0) : weighted_->reduced_weight_without_own();
     reducer_->set_divisor_source([sum] { return sum; });

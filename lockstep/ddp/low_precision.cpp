@@ -1,128 +1,94 @@
 #include "lockstep/ddp/low_precision.h"
 
+#include <ATen/ops/where.h>
 #include <c10/core/GradMode.h>
-#include <torch/csrc/autograd/engine.h>
-#include <torch/nn/module.h>
-#include <torch/serialize/output-archive.h>
+#include <c10/core/InferenceMode.h>
 
-#include "lockstep/base/str.h"
+#include <utility>
 
 namespace lockstep::detail {
 namespace {
 
 bool is_castable(const at::Tensor& tensor) {
-  return at::isFloatingType(tensor.scalar_type());
+  return at::isFloatingType(tensor.scalar_type()) && tensor.layout() == at::kStrided;
+}
+
+int64_t version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : tensor._version();
+}
+
+/// `tensor` has the memory, the dtype and the geometry of `source` from now on. Its gradient, its accumulator and its
+/// version stay.
+void show(const at::Tensor& tensor, const at::Tensor& source) noexcept {
+  tensor.unsafeGetTensorImpl()->shallow_copy_from(source.getIntrusivePtr());
 }
 
 }  // namespace
 
-LowPrecision::LowPrecision(const MixedPrecision& config, NamedTensors parameters, const NamedTensors& buffers)
+LowPrecision::LowPrecision(const MixedPrecision& config, const NamedTensors& parameters, const NamedTensors& buffers)
     : config_(config) {
-  for (auto& [name, tensor] : parameters) {
-    if (is_castable(tensor)) parameters_.push_back({std::move(name), tensor, {}});
-  }
-  if (!config_.buffer_dtype) return;
-  for (const auto& [name, buffer] : buffers) {
-    if (!is_castable(buffer) || buffer.scalar_type() == *config_.buffer_dtype) continue;
-    buffers_.emplace_back(buffer, buffer.scalar_type());
-    buffer.set_data(buffer.to(*config_.buffer_dtype));
-  }
+  const auto add = [&](const NamedTensors& tensors, std::optional<at::ScalarType> dtype, bool are_buffers) {
+    for (const auto& [name, tensor] : tensors) {
+      if (dtype && is_castable(tensor)) casts_.push_back({tensor, *dtype, are_buffers});
+    }
+  };
+  add(parameters, config_.param_dtype, false);
+  add(buffers, config_.buffer_dtype, true);
 }
 
-LowPrecision::~LowPrecision() {
-  restore();
-}
+LowPrecision::Shown::Shown(const Cast& cast)
+    : cast(&cast),
+      full(cast.tensor.variable_data()),
+      low(full.to(cast.to)),
+      version(version_of(cast.tensor)),
+      accumulator(cast.tensor.requires_grad() && cast.tensor.is_leaf()
+                      ? torch::autograd::impl::grad_accumulator(cast.tensor)
+                      : nullptr) {}
 
-void LowPrecision::attach(const std::shared_ptr<Reducer>& reducer) {
-  reducer_ = reducer;
-  managed_ = reducer->parameters();
-  reducer->register_comm_hook({.name = "mixed precision",
-                               .run = [this](GradBucket& bucket) { return reduce(bucket, reducer_.lock()->group()); }});
-  reducer->set_finish_listener([this] { restore(); });
-  if (!config_.param_dtype) return;
-  // Its own hooks are those of full-precision accumulators, which never run.
-  reducer->use_accumulators_of(hooks_);
-}
-
-FuturePtr LowPrecision::reduce(GradBucket& bucket, const GroupPtr& group) const {
-  if (config_.reduce_dtype && bucket.buffer().scalar_type() != *config_.reduce_dtype) {
-    bucket.set_buffer(bucket.buffer().to(*config_.reduce_dtype));
-  }
-  const auto ranks = group->getSize();
-  return then(all_reduce_future(bucket.buffer(), group), [ranks](const at::Tensor& sum) { return sum.div_(ranks); });
-}
-
-void LowPrecision::cast_down() {
-  // A backward that failed has not restored them.
-  has_queued_restore_ = false;
-  if (is_low_ || !config_.param_dtype) return;
+void LowPrecision::enter() {
+  // Copies are ordinary tensors in InferenceMode too: the module's tensors are.
+  const c10::InferenceMode ordinary(false);
   const at::NoGradGuard no_grad;
-  for (auto& parameter : parameters_) {
-    parameter.full = parameter.tensor.detach();
-    parameter.tensor.set_data(parameter.full.to(*config_.param_dtype));
-    auto& grad = parameter.tensor.mutable_grad();
-    if (grad.defined()) grad = grad.to(*config_.param_dtype);
+  Forward forward{std::make_unique<SavesContents>(), {}};
+  for (const auto& cast : casts_) {
+    // It is low already where a wrapper runs inside of another.
+    if (cast.tensor.scalar_type() != cast.to && is_castable(cast.tensor)) forward.shown.emplace_back(cast);
   }
-  is_low_ = true;
-  hooks_.add(managed_, [this](std::size_t index) { on_gradient(index); });
+  open_.push_back(std::move(forward));
+  for (const auto& each : open_.back().shown) show(each.cast->tensor, each.low);
 }
 
-void LowPrecision::on_gradient(std::size_t index) {
-  const auto reducer = reducer_.lock();
-  if (!reducer) return;
-  if (!has_queued_restore_) {
-    has_queued_restore_ = true;
-    torch::autograd::Engine::get_default_engine().queue_callback([this, weak = reducer_] {
-      const auto still = weak.lock();
-      // A backward that is reduced restores when its gradients are written.
-      if (still && !still->is_armed()) restore();
-    });
+void LowPrecision::leave() noexcept {
+  auto forward = std::move(open_.back());
+  open_.pop_back();
+  written_.clear();
+  for (auto& each : forward.shown) {
+    const auto& tensor = each.cast->tensor;
+    // Kernels write running means without counting a version.
+    if (each.cast->is_buffer || version_of(tensor) != each.version) {
+      each.low = tensor.variable_data();
+      written_.push_back(each);
+    }
+    show(tensor, each.full);
   }
-  reducer->autograd_hook(index);
 }
 
-void LowPrecision::restore() {
-  if (!is_low_) return;
+void LowPrecision::keep_writes() {
+  const c10::InferenceMode ordinary(false);
   const at::NoGradGuard no_grad;
-  hooks_.remove();
-  for (auto& parameter : parameters_) {
-    const auto dtype = parameter.full.scalar_type();
-    parameter.tensor.set_data(parameter.full);
-    parameter.full.reset();
-    auto& grad = parameter.tensor.mutable_grad();
-    if (grad.defined() && grad.scalar_type() != dtype) grad = grad.to(dtype);
+  for (const auto& each : std::exchange(written_, {})) {
+    const auto now = each.low.to(each.full.scalar_type());
+    if (now.sizes() != each.full.sizes()) {
+      show(each.cast->tensor, now);
+      continue;
+    }
+    const auto is_as_before = each.low == each.full.to(each.low.scalar_type());
+    each.full.copy_(at::where(is_as_before, each.full, now));
   }
-  is_low_ = false;
 }
 
 at::Tensor LowPrecision::cast_input(const at::Tensor& input) const {
   return config_.param_dtype && is_castable(input) ? input.to(*config_.param_dtype) : input;
-}
-
-at::Tensor LowPrecision::in_full(const at::Tensor& tensor) const {
-  for (const auto& parameter : parameters_) {
-    if (is_low_ && parameter.tensor.is_same(tensor)) return parameter.full;
-  }
-  for (const auto& [buffer, dtype] : buffers_) {
-    if (buffer.is_same(tensor)) return buffer.to(dtype);
-  }
-  return tensor;
-}
-
-void LowPrecision::save(const torch::nn::Module& module, torch::serialize::OutputArchive& archive) const {
-  // Not by casting for the time of a call: an archive reads its tensors when it is written out.
-  for (const auto& parameter : module.named_parameters(/*recurse=*/false)) {
-    archive.write(parameter.key(), in_full(parameter.value()));
-  }
-  for (const auto& buffer : module.named_buffers(/*recurse=*/false)) {
-    archive.write(buffer.key(), in_full(buffer.value()), /*is_buffer=*/true);
-  }
-  for (const auto& child : module.named_children()) {
-    if (!child.value()->is_serializable()) continue;
-    torch::serialize::OutputArchive inner(archive.compilation_unit());
-    save(*child.value(), inner);
-    archive.write(child.key(), inner);
-  }
 }
 
 }  // namespace lockstep::detail

@@ -60,7 +60,7 @@ void Reducer::make_buckets() {
   buckets_.clear();
   buckets_.reserve(setup_.plan.buckets().size());
   for (std::size_t i = 0; i < setup_.plan.buckets().size(); ++i) {
-    buckets_.emplace_back(i, setup_.plan, setup_.parameters, setup_.options.gradient_dtype);
+    buckets_.emplace_back(i, setup_.plan, setup_.parameters, setup_.options.reduce_dtype);
     sink_->set_up(buckets_.back());
   }
 }
@@ -100,7 +100,7 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
   ++iterations_;
   arm();
   if (!searches_unused()) return;
-  unused_.search(outputs, accumulators_->index_of_accumulator());
+  unused_.search(outputs, hooks_.index_of_accumulator());
   if (unused_.of_step.empty() && !has_warned_of_needless_search_) {
     has_warned_of_needless_search_ = true;
     TORCH_WARN(setup_.who(), ": find_unused_parameters is on, but the forward pass used every parameter. The search ",

@@ -68,8 +68,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void prepare_for_backward(const std::vector<at::Tensor>& outputs);
   /// The next backward stays local: gradients add up.
   void expect_local_backward();
-  /// A gradient is there. Called by hooks on accumulators; by the wrapper, for parameters whose accumulator changes
-  /// from step to step.
+  /// A gradient is there. Called by hooks on accumulators.
   void autograd_hook(std::size_t index);
   /// At the end of the first backward of a static graph: reduces everything. Called by the engine.
   void delay_all_reduce();
@@ -127,8 +126,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void set_scatter(const ScatterFactory& make, const std::string& reason);
   /// Averages gradients in .grad again. Between backwards; of one that did not finish nothing is left.
   void clear_scatter();
-  /// Whose hooks call autograd_hook() instead of the reducer's own, which are removed; must outlive it.
-  void use_accumulators_of(const detail::GradientHooks& hooks);
   /// Another group, whose members have this model as it is. Forgets the order gradients came in. Local.
   void update_process_group(GroupPtr group);
   /// The wrapper is gone: hooks are removed, and nobody is told anything any more.
@@ -216,7 +213,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   detail::GradientSink* sink_ = &averages_;  // the one in use
   detail::GradientIntake intake_;
   detail::GradientHooks hooks_;
-  const detail::GradientHooks* accumulators_ = &hooks_;
   std::string hook_slot_taken_by_;
   std::function<void()> on_begin_;
   std::function<void()> on_finish_;

@@ -139,12 +139,6 @@ void Reducer::clear_scatter() {
   make_buckets();
 }
 
-void Reducer::use_accumulators_of(const detail::GradientHooks& hooks) {
-  const std::lock_guard lock(mutex_);
-  hooks_.remove();
-  accumulators_ = &hooks;
-}
-
 void Reducer::detach() {
   const std::lock_guard lock(mutex_);
   hooks_.remove();

@@ -21,8 +21,8 @@ struct ReducerOptions {
   bool gradient_as_bucket_view = false;
   bool skip_all_reduce_unused_params = false;
   bool batched_grad_copy = false;
-  /// Gradients have this dtype instead of their parameters'.
-  std::optional<at::ScalarType> gradient_dtype = std::nullopt;
+  /// Gradients are reduced in this dtype instead of their parameters'.
+  std::optional<at::ScalarType> reduce_dtype = std::nullopt;
   /// The buckets to begin with, if they are known; see BucketPlan::load(). They stay as they are.
   std::optional<BucketPlan> plan = std::nullopt;
   /// Of buckets' collectives; see CallLabel.
