@@ -1,8 +1,9 @@
 """What DistributedDataParallel computes with mixed_precision, written out with plain torch.
 
 PyTorch's own needs a device with streams: its CPU build refuses events. A step here: a copy of the model in
-param_dtype runs forward and backward, its gradients are summed in reduce_dtype, divided, and added to the real
-model's in full precision.
+param_dtype runs forward and backward, its gradients are summed in reduce_dtype, divided, and become the real
+model's in full precision. It differs from PyTorch's in two things, on purpose: a parameter that is used several
+times adds its gradients up in full precision, and buffers are low in forward only; what forward wrote is kept.
 """
 
 import copy
@@ -23,7 +24,6 @@ class LowPrecision:
         self.param_dtype, self.reduce_dtype, self.buffer_dtype = map(_dtype, mixed_precision)
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor.detach(), 0)
-        self._cast(model.buffers(), self.buffer_dtype)
 
     @staticmethod
     def _cast(tensors, dtype):
@@ -41,12 +41,16 @@ class LowPrecision:
         for buffer in self.model.buffers():
             dist.broadcast(buffer, 0)
         self.low = copy.deepcopy(self.model)
-        for low, real in zip(self.low.buffers(), self.model.buffers()):
-            low.data = real.data  # shared, so that running means stay
         self.low.zero_grad()
         self._cast(self.low.parameters(), self.param_dtype)
+        for low, real in zip(self.low.parameters(), self.model.parameters()):
+            low.grad_dtype = real.dtype
+        self._cast(self.low.buffers(), self.buffer_dtype)
         is_cast = self.param_dtype and input.is_floating_point()
-        return self.low(input.to(self.param_dtype) if is_cast else input, uses)
+        output = self.low(input.to(self.param_dtype) if is_cast else input, uses)
+        for low, real in zip(self.low.buffers(), self.model.buffers()):
+            real.copy_(torch.where(low == real.to(low.dtype), real, low.to(real.dtype)))
+        return output
 
     def reduce(self):
         """After backward."""
