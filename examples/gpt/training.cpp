@@ -52,7 +52,7 @@ Progress Training::run(const std::function<void(const Progress&)>& on_progress) 
     progress.loss = mean_over_ranks(loss_sum, rows);
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
     progress.tokens_per_second =
-        static_cast<double>(progress.step * options_.batch_size * ddp_->config.context) / took.count();
+        static_cast<double>(progress.step * options_.batch_size * ddp_.module()->config.context) / took.count();
     if (hidden_steps > 0) progress.hidden = hidden_sum / static_cast<double>(hidden_steps);
     on_progress(progress);
     loss_sum.zero_();
@@ -85,7 +85,7 @@ double Training::validate() {
 
 void Training::check_replicas() {
   Facts facts;
-  for (const auto& parameter : ddp_->named_parameters()) {
+  for (const auto& parameter : ddp_.module()->named_parameters()) {
     const auto bits = parameter.value().detach().to(at::kCPU).view(at::kInt);
     facts.emplace_back("weights of '" + parameter.key() + "'", std::to_string(bits.sum().item<int64_t>()));
   }

@@ -47,6 +47,10 @@ class DistributedDataParallel : public WrappedModule<M>, public DdpBase {
     return forward(std::forward<Args>(args)...);
   }
 
+  /// As holders are used: ddp->forward(batch), ddp->train(). Members of the module are ddp.module()->weight.
+  DistributedDataParallel* operator->() { return this; }
+  const DistributedDataParallel* operator->() const { return this; }
+
   /// A batch in parts along options.dim, one per device, and back; see scatter_gather.h.
   template <class Tree>
   std::vector<Tree> scatter(const Tree& inputs, const std::vector<c10::Device>& devices) const {

@@ -40,10 +40,12 @@ class WrappedModule : public torch::nn::Module {
     return forward(std::forward<Args>(args)...);
   }
 
-  /// The wrapped module, and its members.
+  /// The wrapped module, and its members: module()->weight.
   M& module() { return module_; }
   const M& module() const { return module_; }
-  auto* operator->() { return &*module_; }
+  /// As holders are used: wrapper->forward(input), wrapper->parameters(). The wrapper's own, never past it.
+  WrappedModule* operator->() { return this; }
+  const WrappedModule* operator->() const { return this; }
 
   /// From now on `forward` is called instead of the inner module's own, by forwards with arguments of just these types;
   /// others are refused. It may call module()->forward(). An empty one undoes it.

@@ -24,7 +24,7 @@ LOCKSTEP_THREAD_TEST(DdpCommHook, ReplacesDivisionAndReduction, 2) {
     zero_grads(ddp);
     ddp(input_of(world)).sum().backward();
     // Nobody divided and nobody added: they are this rank's own.
-    EXPECT_TRUE(at::equal(ddp->layers[0]->weight.grad(), at::full({3, 4}, world.rank() + 1.0)));
+    EXPECT_TRUE(at::equal(ddp.module()->layers[0]->weight.grad(), at::full({3, 4}, world.rank() + 1.0)));
   }
 }
 
@@ -81,12 +81,12 @@ LOCKSTEP_THREAD_TEST(DdpCommHook, IsOneAndBetweenSteps, 2) {
                {"registered already", "'mine'"});
   zero_grads(ddp);
   ddp(input_of(world)).sum().backward();
-  EXPECT_TRUE(at::allclose(ddp->layers[0]->weight.grad(), at::full({3, 4}, 1.5)));
+  EXPECT_TRUE(at::allclose(ddp.module()->layers[0]->weight.grad(), at::full({3, 4}, 1.5)));
   DistributedDataParallel other(mlp({4, 4, 3}), world.group(), {.bucket_cap_mb = 0});
   other(input_of(world)).sum().backward();
   zero_grads(other);
   const auto output = other(input_of(world)).sum();
-  other->layers[0]->weight.register_hook([&](const at::Tensor&) {
+  other.module()->layers[0]->weight.register_hook([&](const at::Tensor&) {
     expect_error([&] { other.register_comm_hook([](GradBucket& b) { return completed_future(b.buffer()); }); },
                  {"under way"});
   });
@@ -103,7 +103,7 @@ LOCKSTEP_THREAD_TEST(DdpCommHook, ResultMayBeNewStorage, 2) {
     for (int step = 0; step < 3; ++step) {
       zero_grads(ddp);
       ddp(input_of(world)).sum().backward();
-      EXPECT_TRUE(at::allclose(ddp->layers[0]->weight.grad(), at::full({3, 4}, 3.0)));
+      EXPECT_TRUE(at::allclose(ddp.module()->layers[0]->weight.grad(), at::full({3, 4}, 3.0)));
     }
   }
 }
@@ -117,8 +117,8 @@ LOCKSTEP_THREAD_TEST(DdpCommHook, ResultMayBeAListOrOfAnotherDtype, 2) {
     return future;
   });
   ddp(input_of(world)).sum().backward();
-  EXPECT_EQ(ddp->layers[0]->weight.grad().scalar_type(), at::kFloat);
-  EXPECT_TRUE(at::equal(ddp->layers[0]->weight.grad(), at::full({3, 4}, world.rank() + 1.0)));
+  EXPECT_EQ(ddp.module()->layers[0]->weight.grad().scalar_type(), at::kFloat);
+  EXPECT_TRUE(at::equal(ddp.module()->layers[0]->weight.grad(), at::full({3, 4}, world.rank() + 1.0)));
 }
 
 // DDP-65

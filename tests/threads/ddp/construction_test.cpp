@@ -21,7 +21,7 @@ LOCKSTEP_THREAD_TEST(DdpConstruction, RegistersTheModuleAsAChild, 2) {
   EXPECT_EQ(names, (std::vector<std::string>{"module.layer0.weight", "module.layer0.bias"}));
   EXPECT_EQ(strip_ddp_prefix(names[0]), "layer0.weight");
   EXPECT_EQ(strip_ddp_prefix("other.weight"), "other.weight");
-  EXPECT_EQ(ddp->layers.size(), 1U);
+  EXPECT_EQ(ddp.module()->layers.size(), 1U);
   ddp.train(false);
   EXPECT_FALSE(ddp.module()->is_training());
   // The bare module reads what the wrapper's module wrote.
@@ -33,7 +33,7 @@ LOCKSTEP_THREAD_TEST(DdpConstruction, RegistersTheModuleAsAChild, 2) {
   in.load_from(file);
   auto bare = mlp({3, 2}, 99);
   bare->load(in);
-  EXPECT_TRUE(at::equal(bare->layers[0]->weight, ddp->layers[0]->weight));
+  EXPECT_TRUE(at::equal(bare->layers[0]->weight, ddp.module()->layers[0]->weight));
 }
 
 // DDP-2
@@ -99,7 +99,7 @@ LOCKSTEP_THREAD_TEST(DdpConstruction, UsesTheDefaultGroupOrASubgroup, 4) {
   }
   // Rank 0 of the group is rank 1 of the world.
   DistributedDataParallel ddp(mlp({3, 2}, world.rank()), odd);
-  testing::check_equal("weight", ddp->layers[0]->weight, mlp({3, 2}, 1)->layers[0]->weight);
+  testing::check_equal("weight", ddp.module()->layers[0]->weight, mlp({3, 2}, 1)->layers[0]->weight);
 }
 
 // DDP-7
@@ -111,7 +111,7 @@ LOCKSTEP_THREAD_TEST(DdpConstruction, TakesAMeshOfOneAxis, 4) {
                {"process_group and device_mesh"});
   DistributedDataParallel ddp(mlp({3, 2}, world.rank()), DdpOptions{.device_mesh = mesh["dp"]});
   EXPECT_EQ(ddp.process_group()->getSize(), 2);
-  testing::check_equal("weight", ddp->layers[0]->weight, mlp({3, 2}, world.rank() % 2)->layers[0]->weight);
+  testing::check_equal("weight", ddp.module()->layers[0]->weight, mlp({3, 2}, world.rank() % 2)->layers[0]->weight);
 }
 
 // DDP-9
@@ -132,7 +132,7 @@ LOCKSTEP_THREAD_TEST(DdpConstruction, CommunicatesNothingWithoutInitSync, 3) {
   Recorder recorder;
   DistributedDataParallel ddp(mlp({3, 2}, world.rank()), world.group(), {.init_sync = false});
   EXPECT_TRUE(recorder.events("launch").empty());
-  testing::check_equal("own weights", ddp->layers[0]->weight, mlp({3, 2}, world.rank())->layers[0]->weight);
+  testing::check_equal("own weights", ddp.module()->layers[0]->weight, mlp({3, 2}, world.rank())->layers[0]->weight);
 }
 
 // DDP-14
@@ -175,8 +175,8 @@ LOCKSTEP_THREAD_TEST(DdpConstruction, LeavesIgnoredTensorsAlone, 2) {
   EXPECT_EQ(warnings.count("'no.such.name'"), 1);
   DistributedDataParallel ddp(module, world.group());
   EXPECT_EQ(ddp.bucket_plan().parameters().size(), 3U);
-  testing::check_equal("ignored", ddp->layers[0]->weight, mlp({3, 3, 2}, world.rank())->layers[0]->weight);
-  testing::check_equal("managed", ddp->layers[1]->weight, mlp({3, 3, 2}, 0)->layers[1]->weight);
+  testing::check_equal("ignored", ddp.module()->layers[0]->weight, mlp({3, 3, 2}, world.rank())->layers[0]->weight);
+  testing::check_equal("managed", ddp.module()->layers[1]->weight, mlp({3, 3, 2}, 0)->layers[1]->weight);
   ddp(at::full({1, 3}, world.rank() + 1.0)).sum().backward();
   EXPECT_EQ(module->named_buffers()["counter"].item<int64_t>(), world.rank());
   const auto grads = [&](const at::Tensor& parameter) {
@@ -184,9 +184,9 @@ LOCKSTEP_THREAD_TEST(DdpConstruction, LeavesIgnoredTensorsAlone, 2) {
     all_gather_into_tensor(all, parameter.grad().reshape({1, -1}), world.group());
     return all;
   };
-  const auto local = grads(ddp->layers[0]->weight);
+  const auto local = grads(ddp.module()->layers[0]->weight);
   EXPECT_FALSE(at::equal(local[0], local[1]));
-  const auto reduced = grads(ddp->layers[1]->bias);
+  const auto reduced = grads(ddp.module()->layers[1]->bias);
   EXPECT_TRUE(at::equal(reduced[0], reduced[1]));
 }
 

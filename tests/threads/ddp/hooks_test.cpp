@@ -416,8 +416,8 @@ TEST(DdpHookTypes, GradientsOfStridedParametersAreInTheirPlaces) {
       return completed_future(bucket.buffer());
     });
     loss_of(ddp(random_batch(2, 4, 3))).backward();
-    EXPECT_TRUE(at::equal(seen, ddp->weight.grad()));
-    EXPECT_EQ(seen.sizes(), ddp->weight.sizes());
+    EXPECT_TRUE(at::equal(seen, ddp.module()->weight.grad()));
+    EXPECT_EQ(seen.sizes(), ddp.module()->weight.sizes());
   });
 }
 
@@ -441,8 +441,9 @@ TEST(DdpHookTypes, SparseGradientsAreAveragedToo) {
       DistributedDataParallel ddp(seeded(Sparse()), world.group());
       register_ddp_comm_hook(name, ddp);
       loss_of(ddp(ids)).backward();
-      ASSERT_TRUE(ddp->rows->weight.grad().is_sparse()) << name;
-      EXPECT_TRUE(at::allclose(ddp->rows->weight.grad().to_dense(), whole->rows->weight.grad().to_dense(), 2e-3, 1e-5))
+      ASSERT_TRUE(ddp.module()->rows->weight.grad().is_sparse()) << name;
+      EXPECT_TRUE(
+          at::allclose(ddp.module()->rows->weight.grad().to_dense(), whole->rows->weight.grad().to_dense(), 2e-3, 1e-5))
           << name;
     }
   });

@@ -36,9 +36,9 @@ LOCKSTEP_THREAD_TEST(DdpSparse, EqualsTheDenseReference, 3) {
         zero_grads(dense);
         sparse(rows_of(world, step)).pow(2).sum().backward();
         dense(rows_of(world, step)).pow(2).sum().backward();
-        ASSERT_TRUE(sparse->bag->weight.grad().is_sparse());
-        EXPECT_TRUE(at::allclose(sparse->bag->weight.grad().to_dense(), dense->bag->weight.grad()));
-        EXPECT_TRUE(at::allclose(sparse->fc->weight.grad(), dense->fc->weight.grad()));
+        ASSERT_TRUE(sparse.module()->bag->weight.grad().is_sparse());
+        EXPECT_TRUE(at::allclose(sparse.module()->bag->weight.grad().to_dense(), dense.module()->bag->weight.grad()));
+        EXPECT_TRUE(at::allclose(sparse.module()->fc->weight.grad(), dense.module()->fc->weight.grad()));
       }
     }
   }
@@ -51,13 +51,13 @@ LOCKSTEP_THREAD_TEST(DdpSparse, MetadataMakesTheReductionDense, 2) {
   ddp.set_sparse_metadata({{"bag.weight", at::tensor({1, 2, 3, 4})}});
   ddp(rows_of(world, 0)).pow(2).sum().backward();
   dense(rows_of(world, 0)).pow(2).sum().backward();
-  EXPECT_TRUE(at::allclose(ddp->bag->weight.grad().to_dense(), dense->bag->weight.grad()));
+  EXPECT_TRUE(at::allclose(ddp.module()->bag->weight.grad().to_dense(), dense.module()->bag->weight.grad()));
   // Good for one backward.
   zero_grads(ddp);
   zero_grads(dense);
   ddp(rows_of(world, 4)).pow(2).sum().backward();
   dense(rows_of(world, 4)).pow(2).sum().backward();
-  EXPECT_TRUE(at::allclose(ddp->bag->weight.grad().to_dense(), dense->bag->weight.grad()));
+  EXPECT_TRUE(at::allclose(ddp.module()->bag->weight.grad().to_dense(), dense.module()->bag->weight.grad()));
   zero_grads(ddp);
   ddp.set_sparse_metadata({{"other.weight", at::tensor({1})}});
   const auto output = ddp(rows_of(world, 0)).sum();
@@ -98,7 +98,7 @@ LOCKSTEP_THREAD_TEST(DdpSparse, OptimizersInBackwardStepSparseGradientsToo, 2) {
 // DDP-60
 LOCKSTEP_THREAD_TEST(DdpSparse, OtherGradientsAreRefusedByName, 2) {
   DistributedDataParallel ddp(seeded(Bag(true)), world.group());
-  const auto output = ddp(rows_of(world, 0)).sum() + ddp->bag->weight.sum();  // sparse + dense is dense
+  const auto output = ddp(rows_of(world, 0)).sum() + ddp.module()->bag->weight.sum();  // sparse + dense is dense
   expect_error([&] { output.backward(); }, {"'bag.weight'", "dense"});
   // The other way round: a sparse gradient where none is expected.
   struct SneakyImpl : torch::nn::Module {
@@ -167,8 +167,8 @@ LOCKSTEP_THREAD_TEST(DdpKinds, ComplexParametersAreAveraged, 2) {
     for (int step = 0; step < 3; ++step) {
       zero_grads(ddp);
       ddp(input_for(world.rank())).sum().backward();
-      EXPECT_TRUE(at::allclose(ddp->phase.grad(), expected[0]));
-      EXPECT_TRUE(at::allclose(ddp->real.grad(), expected[1]));
+      EXPECT_TRUE(at::allclose(ddp.module()->phase.grad(), expected[0]));
+      EXPECT_TRUE(at::allclose(ddp.module()->real.grad(), expected[1]));
     }
   }
 }
@@ -195,9 +195,9 @@ LOCKSTEP_THREAD_TEST(DdpKinds, DtypesGoInBucketsOfTheirOwn, 2) {
   for (int step = 0; step < 2; ++step) {
     zero_grads(ddp);
     ddp(at::full({3}, world.rank() + 1.0)).backward();
-    EXPECT_TRUE(at::equal(ddp->half.grad(), at::full({3}, 1.5, at::kHalf)));
-    EXPECT_TRUE(at::equal(ddp->wide.grad(), at::full({3}, 1.5, at::kDouble)));
-    EXPECT_TRUE(at::equal(ddp->expanded.grad(), at::full({2, 3}, 1.5)));
+    EXPECT_TRUE(at::equal(ddp.module()->half.grad(), at::full({3}, 1.5, at::kHalf)));
+    EXPECT_TRUE(at::equal(ddp.module()->wide.grad(), at::full({3}, 1.5, at::kDouble)));
+    EXPECT_TRUE(at::equal(ddp.module()->expanded.grad(), at::full({2, 3}, 1.5)));
   }
 }
 
@@ -286,9 +286,9 @@ LOCKSTEP_THREAD_TEST(DdpKinds, MixedPrecisionLeavesComplexParametersAndCastsSpar
   DistributedDataParallel sparse(seeded(Bag(true)), world.group(),
                                  {.mixed_precision = MixedPrecision{.param_dtype = at::kBFloat16}});
   sparse(rows_of(world, 0)).sum().backward();
-  EXPECT_TRUE(sparse->bag->weight.grad().is_sparse());
-  EXPECT_EQ(sparse->bag->weight.grad().scalar_type(), at::kFloat);
-  EXPECT_EQ(sparse->fc->weight.grad().scalar_type(), at::kFloat);
+  EXPECT_TRUE(sparse.module()->bag->weight.grad().is_sparse());
+  EXPECT_EQ(sparse.module()->bag->weight.grad().scalar_type(), at::kFloat);
+  EXPECT_EQ(sparse.module()->fc->weight.grad().scalar_type(), at::kFloat);
 }
 
 // DDP-99

@@ -247,11 +247,11 @@ LOCKSTEP_THREAD_TEST(DdpClone, WrapsACopyOfTheModule, 2) {
   const auto copy = std::dynamic_pointer_cast<DistributedDataParallel<Copied>>(ddp.clone());
   ASSERT_TRUE(copy);
   EXPECT_TRUE(copy->engine().options().gradient_as_bucket_view);
-  EXPECT_FALSE((*copy)->fc->weight.is_alias_of(ddp->fc->weight));
-  EXPECT_TRUE(at::equal((*copy)->fc->weight, ddp->fc->weight));
+  EXPECT_FALSE(copy->module()->fc->weight.is_alias_of(ddp.module()->fc->weight));
+  EXPECT_TRUE(at::equal(copy->module()->fc->weight, ddp.module()->fc->weight));
   (*copy)(at::full({1, 4}, world.rank() + 1.0)).sum().backward();
-  EXPECT_TRUE(at::equal((*copy)->fc->weight.grad(), at::full({2, 4}, 1.5)));
-  EXPECT_FALSE(ddp->fc->weight.grad().defined());
+  EXPECT_TRUE(at::equal(copy->module()->fc->weight.grad(), at::full({2, 4}, 1.5)));
+  EXPECT_FALSE(ddp.module()->fc->weight.grad().defined());
 }
 
 // DDP-111, DDP-112
@@ -278,7 +278,7 @@ LOCKSTEP_THREAD_TEST(DdpElastic, GoesOnWithFewerAndMoreRanks, 3) {
   const auto mean = [&] {
     zero_grads(ddp);
     ddp(at::full({1, 4}, world.rank() + 1.0)).sum().backward();
-    return ddp->layers[0]->weight.grad()[0][0].item<float>();
+    return ddp.module()->layers[0]->weight.grad()[0][0].item<float>();
   };
   for (int step = 0; step < 2; ++step) EXPECT_FLOAT_EQ(mean(), 2);
   const auto two = new_group(world.group(), {0, 2});
@@ -317,7 +317,7 @@ LOCKSTEP_THREAD_TEST(DdpElastic, LowPrecisionFollowsTheGroup, 3) {
   ddp.update_process_group(new_group(world.group(), {0, 2}));
   if (world.rank() == 1) return;
   ddp(at::full({1, 4}, world.rank() + 1.0)).sum().backward();
-  EXPECT_FLOAT_EQ(ddp->layers[0]->weight.grad()[0][0].item<float>(), 2);
+  EXPECT_FLOAT_EQ(ddp.module()->layers[0]->weight.grad()[0][0].item<float>(), 2);
 }
 
 struct InnerImpl : MlpImpl {
@@ -352,7 +352,7 @@ LOCKSTEP_THREAD_TEST(DdpMarker, NamesTheInnermostWrapper, 1) {
   EXPECT_EQ(active_ddp(), nullptr);
   ddp(random_batch(1, 4, 1));
   EXPECT_EQ(module->seen, (std::vector<DdpEngine*>{&ddp.engine(), &ddp.engine()}));
-  EXPECT_EQ((*module->inner)->seen, &module->inner->engine());
+  EXPECT_EQ(module->inner->module()->seen, &module->inner->engine());
   EXPECT_EQ(active_ddp(), nullptr);
 }
 

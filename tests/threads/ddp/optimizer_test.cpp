@@ -161,10 +161,10 @@ LOCKSTEP_THREAD_TEST(DdpFusedOptimizer, EqualsAStepAfterBackward, 2) {
   DistributedDataParallel subset(mlp({4, 2}), world.group());
   expect_error([&] { subset.register_fused_optim([](auto) { return OptimizerPtr(); }); },
                {"'layer0.weight'", "no optimizer"});
-  subset.register_fused_optim(make_sgd, {subset->layers[0]->bias});
+  subset.register_fused_optim(make_sgd, {subset.module()->layers[0]->bias});
   subset(random_batch(1, 4, 1)).sum().backward();
-  EXPECT_FALSE(subset->layers[0]->bias.grad().defined());
-  EXPECT_TRUE(subset->layers[0]->weight.grad().defined());
+  EXPECT_FALSE(subset.module()->layers[0]->bias.grad().defined());
+  EXPECT_TRUE(subset.module()->layers[0]->weight.grad().defined());
 }
 
 // DDP-90, DDP-91
@@ -356,7 +356,7 @@ LOCKSTEP_THREAD_TEST(DdpPerParameter, EqualsBuckets, 3) {
   });
   ddp(my_rows(batch, world)).pow(2).mean().backward();
   EXPECT_EQ(calls, 4U);
-  EXPECT_TRUE((ddp->layers[0]->bias.grad() == 7).all().item<bool>());
+  EXPECT_TRUE((ddp.module()->layers[0]->bias.grad() == 7).all().item<bool>());
   expect_error(
       [&] { DistributedDataParallel(mlp({4, 2}), world.group(), {.bucket_cap_mb = 1, .per_parameter = true}); },
       {"per_parameter", "bucket_cap_mb"});

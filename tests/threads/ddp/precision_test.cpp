@@ -40,11 +40,12 @@ LOCKSTEP_THREAD_TEST(DdpMixedPrecision, CastsForTheStepOnly, 2) {
   DistributedDataParallel ddp(
       seeded(Watched()), world.group(),
       {.mixed_precision = MixedPrecision{.param_dtype = at::kBFloat16, .buffer_dtype = at::kHalf}});
-  EXPECT_EQ(ddp->scale.scalar_type(), at::kFloat) << "buffers too are low in forward only";
-  EXPECT_EQ(ddp->count.scalar_type(), at::kLong);
+  EXPECT_EQ(ddp.module()->scale.scalar_type(), at::kFloat) << "buffers too are low in forward only";
+  EXPECT_EQ(ddp.module()->count.scalar_type(), at::kLong);
   for (int step = 0; step < 2; ++step) {
     const auto output = ddp(random_batch(2, 4, 1), index_of(2));
-    EXPECT_EQ(ddp->seen, (std::vector<at::ScalarType>{at::kBFloat16, at::kBFloat16, at::kLong, at::kHalf, at::kLong}));
+    EXPECT_EQ(ddp.module()->seen,
+              (std::vector<at::ScalarType>{at::kBFloat16, at::kBFloat16, at::kLong, at::kHalf, at::kLong}));
     output.sum().backward();
     for (const auto& parameter : ddp.parameters()) {
       EXPECT_EQ(parameter.scalar_type(), at::kFloat);
@@ -54,9 +55,9 @@ LOCKSTEP_THREAD_TEST(DdpMixedPrecision, CastsForTheStepOnly, 2) {
   {
     const at::NoGradGuard no_grad;
     ddp(random_batch(2, 4, 1), index_of(2));
-    EXPECT_EQ(ddp->seen[1], at::kBFloat16);
+    EXPECT_EQ(ddp.module()->seen[1], at::kBFloat16);
   }
-  EXPECT_EQ(ddp->fc->weight.scalar_type(), at::kFloat) << "a forward without backward restores at once";
+  EXPECT_EQ(ddp.module()->fc->weight.scalar_type(), at::kFloat) << "a forward without backward restores at once";
   EXPECT_EQ(ddp.get_ddp_logging_data().strs_map.at("mixed_precision"),
             "param_dtype BFloat16, reduce_dtype none, buffer_dtype Half");
 }
@@ -157,11 +158,11 @@ LOCKSTEP_THREAD_TEST(DdpMixedPrecision, NoSyncRestoresAndAddsUp, 2) {
     for (int i = 0; i < 2; ++i) {
       const auto guard = ddp.no_sync();
       ddp(input).sum().backward();
-      EXPECT_EQ(ddp->layers[0]->weight.scalar_type(), at::kFloat);
-      EXPECT_TRUE(at::equal(ddp->layers[0]->weight.grad(), at::full({3, 4}, (world.rank() + 1.0) * (i + 1))));
+      EXPECT_EQ(ddp.module()->layers[0]->weight.scalar_type(), at::kFloat);
+      EXPECT_TRUE(at::equal(ddp.module()->layers[0]->weight.grad(), at::full({3, 4}, (world.rank() + 1.0) * (i + 1))));
     }
     ddp(input).sum().backward();
-    EXPECT_TRUE(at::equal(ddp->layers[0]->weight.grad(), at::full({3, 4}, 4.5)));
+    EXPECT_TRUE(at::equal(ddp.module()->layers[0]->weight.grad(), at::full({3, 4}, 4.5)));
   }
 }
 

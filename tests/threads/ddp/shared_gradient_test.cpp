@@ -24,8 +24,8 @@ TEST(DdpSharedGradient, IsDividedOnceForEachTable) {
   testing::run_threads_in_gtest({.world_size = 2}, [&](const World& world) {
     DistributedDataParallel ddp(seeded(TwoTables()), world.group());
     ddp(my_rows(rows, world)).pow(2).mean().backward();
-    for (const auto& [mine, whole] : {std::pair(ddp->one->weight, reference->one->weight),
-                                      std::pair(ddp->other->weight, reference->other->weight)}) {
+    for (const auto& [mine, whole] : {std::pair(ddp.module()->one->weight, reference->one->weight),
+                                      std::pair(ddp.module()->other->weight, reference->other->weight)}) {
       ASSERT_TRUE(mine.grad().is_sparse());
       EXPECT_TRUE(at::allclose(mine.grad().to_dense(), whole.grad().to_dense())) << mine.grad();
     }

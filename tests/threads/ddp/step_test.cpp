@@ -102,7 +102,7 @@ LOCKSTEP_THREAD_TEST(DdpStepOptions, GradientsSurviveARebuild, 2) {
     for (int step = 1; step <= 3; ++step) {
       ddp(batch).sum().backward();  // never zeroed: reduced gradients add up
       // The mean of own and others' sums: 1.5 + what was there.
-      EXPECT_TRUE(at::allclose(ddp->layers[0]->weight.grad(), at::full({3, 4}, 1.5 * step))) << step;
+      EXPECT_TRUE(at::allclose(ddp.module()->layers[0]->weight.grad(), at::full({3, 4}, 1.5 * step))) << step;
     }
   }
 }
@@ -165,9 +165,9 @@ LOCKSTEP_THREAD_TEST(DdpStepOptions, WarnsOnceOfOtherStridesAndIsRight, 2) {
   DistributedDataParallel ddp(OddStrides(), world.group());
   for (int step = 0; step < 3; ++step) {
     // A dense one of other strides is kept as it comes only if something is there to add it to.
-    ddp->weight.mutable_grad() = at::zeros({4, 3}).t();
+    ddp.module()->weight.mutable_grad() = at::zeros({4, 3}).t();
     ddp(at::full({1, 3}, world.rank() + 1.0)).sum().backward();
-    EXPECT_TRUE(at::allclose(ddp->weight.grad(), at::full({3, 4}, 1.5)));
+    EXPECT_TRUE(at::allclose(ddp.module()->weight.grad(), at::full({3, 4}, 1.5)));
   }
   EXPECT_EQ(warnings.count("'weight' has strides"), 1);
 }
@@ -177,7 +177,7 @@ LOCKSTEP_THREAD_TEST(DdpStepOptions, RefusesGradientsOfAnotherDtype, 2) {
   DistributedDataParallel ddp(mlp({4, 3}), world.group());
   const auto output = ddp(random_batch(2, 4, 1));
   // What a user who casts gradients by hand might leave behind.
-  ddp->layers[0]->bias.mutable_grad() = at::zeros({3}, at::kDouble);
+  ddp.module()->layers[0]->bias.mutable_grad() = at::zeros({3}, at::kDouble);
   expect_error([&] { output.sum().backward(); }, {"'layer0.bias'", "Double", "Float"});
 }
 
@@ -185,7 +185,7 @@ LOCKSTEP_THREAD_TEST(DdpStepOptions, RefusesGradientsOfAnotherDtype, 2) {
 LOCKSTEP_THREAD_TEST(DdpStepOptions, ParameterUsedOutsideForwardIsNamed, 2) {
   DistributedDataParallel ddp(mlp({4, 3, 2}), world.group());
   // As a checkpointed segment does: a layer's gradient comes in a backward inside the backward, and again outside.
-  const auto outside = ddp->layers[1]->forward(random_batch(2, 3, 1)).sum();
+  const auto outside = ddp.module()->layers[1]->forward(random_batch(2, 3, 1)).sum();
   auto output = ddp(random_batch(2, 4, 1));
   output.register_hook([&](const at::Tensor&) { outside.backward({}, /*retain_graph=*/true); });
   expect_error([&] { output.sum().backward(); }, {"second time", "layer", "static_graph"});
@@ -208,15 +208,15 @@ LOCKSTEP_THREAD_TEST(DdpStepOptions, SecondBackwardStaysLocalAndIsWarnedOfOnce, 
   DistributedDataParallel ddp(mlp({4, 3}), world.group());
   const auto output = ddp(at::full({1, 4}, world.rank() + 1.0)).sum();
   output.backward({}, /*retain_graph=*/true);
-  EXPECT_TRUE(at::allclose(ddp->layers[0]->weight.grad(), at::full({3, 4}, 1.5)));
+  EXPECT_TRUE(at::allclose(ddp.module()->layers[0]->weight.grad(), at::full({3, 4}, 1.5)));
   output.backward({}, true);
-  EXPECT_TRUE(at::allclose(ddp->layers[0]->weight.grad(), at::full({3, 4}, 1.5 + world.rank() + 1)));
+  EXPECT_TRUE(at::allclose(ddp.module()->layers[0]->weight.grad(), at::full({3, 4}, 1.5 + world.rank() + 1)));
   output.backward();
   EXPECT_EQ(warnings.count("without a forward pass"), 1);
   // The next step is reduced as ever.
   zero_grads(ddp);
   ddp(at::full({1, 4}, world.rank() + 1.0)).sum().backward();
-  EXPECT_TRUE(at::allclose(ddp->layers[0]->weight.grad(), at::full({3, 4}, 1.5)));
+  EXPECT_TRUE(at::allclose(ddp.module()->layers[0]->weight.grad(), at::full({3, 4}, 1.5)));
 }
 
 // DDP-43
@@ -227,7 +227,7 @@ LOCKSTEP_THREAD_TEST(DdpStepOptions, TwoForwardsAndOneBackwardAreOneReduction, 2
   Recorder recorder;
   (one.sum() + other.sum()).backward();
   testing::expect_count(recorder.events("launch"), "all_reduce", 1);
-  EXPECT_TRUE(at::allclose(ddp->layers[0]->weight.grad(), at::full({3, 4}, 11.5)));
+  EXPECT_TRUE(at::allclose(ddp.module()->layers[0]->weight.grad(), at::full({3, 4}, 11.5)));
 }
 
 // DDP-43
@@ -235,11 +235,11 @@ LOCKSTEP_THREAD_TEST(DdpStepOptions, AutogradGradSyncsNothing, 2) {
   DistributedDataParallel ddp(mlp({4, 3}), world.group());
   const auto output = ddp(at::full({1, 4}, world.rank() + 1.0)).sum();
   Recorder recorder;
-  const auto gradients = torch::autograd::grad({output}, {ddp->layers[0]->weight});
+  const auto gradients = torch::autograd::grad({output}, {ddp.module()->layers[0]->weight});
   EXPECT_TRUE(recorder.events("launch").empty());
   EXPECT_TRUE(at::allclose(gradients[0], at::full({3, 4}, world.rank() + 1.0)));
   ddp(at::full({1, 4}, world.rank() + 1.0)).sum().backward();
-  EXPECT_TRUE(at::allclose(ddp->layers[0]->weight.grad(), at::full({3, 4}, 1.5)));
+  EXPECT_TRUE(at::allclose(ddp.module()->layers[0]->weight.grad(), at::full({3, 4}, 1.5)));
 }
 
 // DDP-44
@@ -258,7 +258,7 @@ LOCKSTEP_THREAD_TEST(DdpStepOptions, CreateGraphReducesFirstOrderOnly, 2) {
   const auto input = at::full({1, 4}, world.rank() + 1.0);
   ddp(input).pow(2).sum().backward({}, /*retain_graph=*/true, /*create_graph=*/true);
   const auto all = at::empty({2, 12});
-  all_gather_into_tensor(all, ddp->layers[0]->weight.grad().detach().reshape({1, 12}), world.group());
+  all_gather_into_tensor(all, ddp.module()->layers[0]->weight.grad().detach().reshape({1, 12}), world.group());
   EXPECT_TRUE(at::equal(all[0], all[1]));
   zero_grads(ddp);
 }
@@ -305,7 +305,7 @@ LOCKSTEP_THREAD_TEST(DdpNoSync, NestsAndIsUndoneByAnException, 2) {
   const auto output = ddp(at::full({1, 4}, world.rank() + 1.0)).sum();
   const auto guard = ddp.no_sync();
   output.backward();
-  EXPECT_TRUE(at::allclose(ddp->layers[0]->weight.grad(), at::full({3, 4}, 1.5)));
+  EXPECT_TRUE(at::allclose(ddp.module()->layers[0]->weight.grad(), at::full({3, 4}, 1.5)));
 }
 
 // DDP-46

@@ -100,8 +100,8 @@ LOCKSTEP_THREAD_TEST(DdpUnused, OutputsMayBeNested, 2) {
   auto output = ddp(input_of(world));
   EXPECT_NE(output.value.grad_fn()->name().find("DdpSink"), std::string::npos);
   (output.value.sum() + output.more->at("key")[0].sum()).backward();
-  EXPECT_TRUE(ddp->second->weight.grad().defined());
-  EXPECT_FALSE(ddp->third->weight.grad().defined());
+  EXPECT_TRUE(ddp.module()->second->weight.grad().defined());
+  EXPECT_FALSE(ddp.module()->third->weight.grad().defined());
 
   DistributedDataParallel with_tuple(seeded(Tuple()), world.group(), {.find_unused_parameters = true});
   for (int step = 0; step < 2; ++step) {
@@ -117,9 +117,9 @@ LOCKSTEP_THREAD_TEST(DdpUnused, OutputsAbsentFromTheLossCountAsUnused, 2) {
   for (int step = 0; step < 3; ++step) {
     zero_grads(ddp);
     ddp(input_of(world)).value.sum().backward();
-    EXPECT_TRUE(ddp->first->weight.grad().defined());
-    EXPECT_FALSE(ddp->second->weight.grad().defined());
-    EXPECT_FALSE(ddp->third->weight.grad().defined());
+    EXPECT_TRUE(ddp.module()->first->weight.grad().defined());
+    EXPECT_FALSE(ddp.module()->second->weight.grad().defined());
+    EXPECT_FALSE(ddp.module()->third->weight.grad().defined());
   }
 }
 
@@ -143,11 +143,11 @@ LOCKSTEP_THREAD_TEST(DdpUnused, MarksAddUpOverLocalSteps, 2) {
     }
     ddp(input_of(world), false, false).sum().backward();
     // Left was used in the first micro-step, so it is averaged; right never was.
-    ASSERT_TRUE(ddp->left->weight.grad().defined());
+    ASSERT_TRUE(ddp.module()->left->weight.grad().defined());
     const auto all = at::empty({2, 8});
-    all_gather_into_tensor(all, ddp->left->weight.grad().reshape({1, 8}), world.group());
+    all_gather_into_tensor(all, ddp.module()->left->weight.grad().reshape({1, 8}), world.group());
     EXPECT_TRUE(at::equal(all[0], all[1]));
-    EXPECT_FALSE(ddp->right->weight.grad().defined());
+    EXPECT_FALSE(ddp.module()->right->weight.grad().defined());
   }
 }
 
@@ -179,7 +179,7 @@ LOCKSTEP_THREAD_TEST(DdpUnused, BucketsOfUnusedParametersMayBeSkipped, 2) {
   };
   EXPECT_EQ(reduced(true), 6);
   EXPECT_EQ(reduced(false), 4);
-  EXPECT_FALSE(ddp->left->weight.grad().defined());
+  EXPECT_FALSE(ddp.module()->left->weight.grad().defined());
 }
 
 // DDP-52
@@ -252,7 +252,7 @@ LOCKSTEP_THREAD_TEST(DdpStaticGraph, TakesReentrantBackwards, 2) {
   DistributedDataParallel ddp(seeded(Twice()), world.group(), {.static_graph = true});
   for (int step = 0; step < 4; ++step) {
     zero_grads(ddp);
-    run(ddp, ddp->inner, input_of(world));
+    run(ddp, ddp.module()->inner, input_of(world));
     expect_close(gradients_of(ddp), expected);
   }
 }
@@ -280,14 +280,14 @@ LOCKSTEP_THREAD_TEST(DdpStaticGraph, MayBeginUnderNoSync, 2) {
   }
   for (int step = 0; step < 3; ++step) {
     ddp(input).sum().backward();
-    EXPECT_TRUE(at::allclose(ddp->layers[0]->weight.grad(), at::full({3, 4}, 3.0 + 1.5 * step))) << step;
+    EXPECT_TRUE(at::allclose(ddp.module()->layers[0]->weight.grad(), at::full({3, 4}, 3.0 + 1.5 * step))) << step;
   }
 }
 
 // DDP-57
 LOCKSTEP_THREAD_TEST(DdpGradientViews, AliasTheBucketAndAreMadeAgain, 2) {
   DistributedDataParallel ddp(mlp({4, 3}), world.group(), {.gradient_as_bucket_view = true});
-  const auto& weight = ddp->layers[0]->weight;
+  const auto& weight = ddp.module()->layers[0]->weight;
   const auto step = [&] { ddp(at::full({1, 4}, world.rank() + 1.0)).sum().backward(); };
   const auto is_view = [&] {
     const auto buckets = ddp.engine().reducer()->get_grad_buckets(false);
@@ -323,10 +323,10 @@ LOCKSTEP_THREAD_TEST(DdpGradientViews, ForeignGradientIsNamed, 2) {
   ddp(at::ones({1, 4})).sum().backward();
   const auto output = ddp(at::ones({1, 4})).sum();
   // Replaced between its hook and the end of backward.
-  torch::autograd::impl::grad_accumulator(ddp->layers[0]->bias)
+  torch::autograd::impl::grad_accumulator(ddp.module()->layers[0]->bias)
       ->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
           [&](const torch::autograd::variable_list& outputs, const torch::autograd::variable_list&) {
-            ddp->layers[0]->bias.mutable_grad() = at::zeros({3});
+            ddp.module()->layers[0]->bias.mutable_grad() = at::zeros({3});
             return outputs;
           }));
   expect_error([&] { output.backward(); }, {"'layer0.bias'", "gradient_as_bucket_view"});

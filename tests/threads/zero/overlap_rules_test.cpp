@@ -108,7 +108,7 @@ TEST(ZeroOverlapRefuses, ChangesOfTrainability) {
       ddp.register_comm_hook(hook_of(Form::kAfterLast, ddp, zero));
       const auto train = [&] { ddp(my_rows(random_batch(kRows, 4, 1), world), true, true).sum().backward(); };
       for (int step = 0; step < when; ++step) train();
-      ddp->right->weight.set_requires_grad(false);
+      ddp.module()->right->weight.set_requires_grad(false);
       expect_error([&] { train(); }, {"frozen", "overlap_with_ddp"});
     }
   });

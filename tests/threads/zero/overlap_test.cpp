@@ -297,13 +297,13 @@ TEST(ZeroOverlap, LeavesAloneWhatAStaticGraphNeverUses) {
         for (const auto form : {Form::kAfterLast, Form::kInterleaved}) {
           const DdpOptions options{.bucket_cap_mb = 0.00005, .static_graph = true};
           DistributedDataParallel ddp(seeded(Branchy()), world.group(), options);
-          const auto right = ddp->right->weight.detach().clone();
+          const auto right = ddp.module()->right->weight.detach().clone();
           Zero zero(ddp.parameters(), sgd(), overlapped(world.group()));
           ddp.register_comm_hook(hook_of(form, ddp, zero, true));
-          const auto left = ddp->left->weight.detach().clone();
+          const auto left = ddp.module()->left->weight.detach().clone();
           for (int step = 0; step < 6; ++step) train_branches(ddp, world, step, {true, false});
-          EXPECT_TRUE(at::equal(ddp->right->weight, right));
-          EXPECT_FALSE(at::equal(ddp->left->weight, left));
+          EXPECT_TRUE(at::equal(ddp.module()->right->weight, right));
+          EXPECT_FALSE(at::equal(ddp.module()->left->weight, left));
         }
       },
       {1, 2, 3});
