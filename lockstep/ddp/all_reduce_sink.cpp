@@ -77,19 +77,27 @@ bool AllReduceSink::replace_gradient(at::Tensor& grad, const at::Tensor& view) c
   return true;
 }
 
+void AllReduceSink::fail_for_hook(const Bucket& bucket, const std::exception& error) const {
+  const auto message = str(setup_.who(), ": comm hook '", hook_name(), "' failed on ",
+                           setup_.bucket_text(bucket.index()), ": ", reason_of(error));
+  // Programs tell a peer that is gone from a hook that is wrong by the type.
+  if (dynamic_cast<const c10::DistBackendError*>(&error) != nullptr) C10_THROW_ERROR(DistBackendError, message);
+  TORCH_CHECK(false, message);
+}
+
 void AllReduceSink::launch(Bucket& bucket) {
   auto& progress = bucket.progress;
   if (!hook_ && !bucket.is_sparse()) {
     progress.reduction = launch_all_reduce(bucket.buffer(), setup_.group);
     return;
   }
-  progress.given_to_hook = bucket.as_grad_bucket(setup_.plan.buckets().size(), bucket.buffer());
+  progress.given_to_hook =
+      std::make_shared<GradBucket>(bucket.as_grad_bucket(setup_.plan.buckets().size(), bucket.buffer()));
   try {
     progress.future = run_hook(*progress.given_to_hook);
     TORCH_CHECK(progress.future, "it returned no future");
   } catch (const std::exception& error) {
-    TORCH_CHECK(false, setup_.who(), ": comm hook '", hook_name(), "' failed on ", setup_.bucket_text(bucket.index()),
-                ": ", reason_of(error));
+    fail_for_hook(bucket, error);
   }
 }
 
@@ -120,8 +128,7 @@ void AllReduceSink::wait_for(Bucket& bucket) {
   try {
     progress.result = result_of(bucket);
   } catch (const std::exception& error) {
-    TORCH_CHECK(false, setup_.who(), ": comm hook '", hook_name(), "' failed on ", setup_.bucket_text(bucket.index()),
-                ": ", reason_of(error));
+    fail_for_hook(bucket, error);
   }
 }
 
@@ -239,6 +246,9 @@ void AllReduceSink::give_up(std::vector<Bucket>& buckets, const StepTerms& terms
     }
     // Other ranks may still read and write it.
     if (bucket.progress.is_launched) bucket.detach_buffer();
+    // And a callback of the hook's may still look at what the hook was given.
+    const auto& future = bucket.progress.future;
+    if (future) future->addCallback([kept = bucket.progress.given_to_hook](c10::ivalue::Future&) {});
   }
 }
 

@@ -53,6 +53,7 @@ class AllReduceSink final : public GradientSink {
   void give_up(std::vector<Bucket>& buckets, const StepTerms& terms) override;
 
  private:
+  [[noreturn]] void fail_for_hook(const Bucket& bucket, const std::exception& error) const;
   at::Tensor result_of(const Bucket& bucket) const;
   void offer(Bucket& bucket, const std::vector<at::Tensor>& reduced, const std::function<bool(std::size_t)>& is_used);
   void write_dense(Bucket& bucket, UsedMap* used, const StepTerms& terms);

@@ -51,11 +51,11 @@ class Bucket {
     std::vector<std::pair<std::size_t, at::Tensor>> deferred = {};
     bool is_launched = false;
     bool is_skipped = false;
-    std::optional<Pending> reduction = std::nullopt;         // without a hook
-    FuturePtr future = nullptr;                              // with one
-    std::optional<GradBucket> given_to_hook = std::nullopt;  // lives as long as the hook may look at it
-    at::Tensor result = {};                                  // once it has arrived
-    std::vector<bool> is_consumed = {};                      // by place, once the consumer was asked
+    std::optional<Pending> reduction = std::nullopt;      // without a hook
+    FuturePtr future = nullptr;                           // with one
+    std::shared_ptr<GradBucket> given_to_hook = nullptr;  // lives as long as the hook may look at it
+    at::Tensor result = {};                               // once it has arrived
+    std::vector<bool> is_consumed = {};                   // by place, once the consumer was asked
   };
   Progress progress;
 

@@ -192,5 +192,60 @@ LOCKSTEP_THREAD_TEST(DdpRepeat, AWeightedBackwardThatThrowsLeavesNoWeight, 2) {
   expect_equal(actual, expected);
 }
 
+// D-12: a callback of a hook may run when the step was given up, and looks at its bucket.
+LOCKSTEP_THREAD_TEST(DdpRepeat, AHooksBucketOutlivesAStepThatFailed, 2) {
+  DistributedDataParallel ddp(mlp(kSizes), world.group());
+  use_a_bucket_per_layer(ddp);
+  auto late = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+  std::size_t seen = 0;
+  ddp.register_comm_hook([&](GradBucket& bucket) {
+    TORCH_CHECK(bucket.index() == 0, "no further");
+    return then(late, [&bucket, &seen](const at::Tensor& tensor) {
+      seen = bucket.parameters().size();
+      return tensor;
+    });
+  });
+  expect_error([&] { ddp(random_batch(2, kSizes[0], 1)).sum().backward(); }, {"no further"});
+  late->markCompleted(c10::IValue(at::zeros({1})));
+  EXPECT_EQ(seen, 2U);
+}
+
+// D-10: programs that go on without a dead peer tell it by the type, also behind a hook.
+LOCKSTEP_THREAD_TEST(DdpRepeat, ThePeersFailureKeepsItsTypeBehindHooks, 2) {
+  const auto expect_peer_error = [&](auto& ddp) {
+    const auto failing = testing::fail_call(CallKind::kAllReduce, 0, "rank 5 is gone");
+    try {
+      ddp(random_batch(2, kSizes[0], 1)).sum().backward();
+      ADD_FAILURE() << "nothing was thrown";
+    } catch (const c10::DistBackendError& error) {
+      EXPECT_NE(std::string(error.what()).find("rank 5 is gone"), std::string::npos) << error.what();
+      EXPECT_NE(std::string(error.what()).find("bucket 0"), std::string::npos) << error.what();
+    }
+  };
+  DistributedDataParallel plain(mlp(kSizes), world.group());
+  plain.register_comm_hook([&](GradBucket& bucket) { return all_reduce_future(bucket.buffer(), world.group()); });
+  expect_peer_error(plain);
+  DistributedDataParallel low(mlp(kSizes), world.group(),
+                              {.mixed_precision = MixedPrecision{.reduce_dtype = at::kHalf}});
+  expect_peer_error(low);
+  // And if it fails on its way.
+  DistributedDataParallel lost(mlp(kSizes), world.group());
+  lost.register_comm_hook([&](GradBucket&) {
+    auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+    future->setError(std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, __LINE__}, "rank 5 is gone")));
+    return then(future, [](const at::Tensor& tensor) { return tensor; });
+  });
+  expect_peer_error(lost);
+  DistributedDataParallel own(mlp(kSizes), world.group());
+  own.register_comm_hook([](GradBucket&) -> FuturePtr { throw std::runtime_error("a mistake"); });
+  try {
+    own(random_batch(2, kSizes[0], 1)).sum().backward();
+    ADD_FAILURE() << "nothing was thrown";
+  } catch (const c10::DistBackendError&) {
+    ADD_FAILURE() << "the hook's own mistake is no peer's";
+  } catch (const c10::Error&) {
+  }
+}
+
 }  // namespace
 }  // namespace lockstep
