@@ -59,6 +59,9 @@ DdpEngine::DdpEngine(std::shared_ptr<torch::nn::Module> module, const DdpOptions
   for (const auto& [name, tensor] : options_.delay_all_reduce_named_params) ignored_.insert(name);
   parameters_ = detail::parameters_of(*module_, ignored_);
   managed_ = detail::managed_parameters(*module_, ignored_);
+  for (const auto& [name, tensor] : parameters_) {
+    if (!tensor.requires_grad()) frozen_.push_back(tensor);
+  }
   has_forward_buffers_ = options_.forward_sync_buffers.value_or(options_.broadcast_buffers.value_or(true));
   has_initial_buffers_ = options_.forward_sync_buffers || options_.broadcast_buffers.value_or(true);
 
@@ -181,6 +184,23 @@ void DdpEngine::check_parameters_unchanged() const {
            ". Wrap it again after such changes."));
 }
 
+void DdpEngine::warn_of_new_parameters() {
+  if (has_warned_of_new_parameters_) return;
+  // Walking the module costs more than a forward may: seldom, unless a frozen parameter is so no longer.
+  const bool is_power_of_two = (forwards_ & (forwards_ + 1)) == 0;
+  ++forwards_;
+  const bool is_one_unfrozen =
+      std::any_of(frozen_.begin(), frozen_.end(), [](const auto& tensor) { return tensor.requires_grad(); });
+  if (!is_power_of_two && !is_one_unfrozen) return;
+  const auto names = detail::names_of_new(managed_, detail::managed_parameters(*module_, ignored_));
+  if (names.empty()) return;
+  has_warned_of_new_parameters_ = true;
+  TORCH_WARN(who(),
+             ": these parameters began to require gradients, or came into the module, after it was wrapped: ", names,
+             ". Their gradients are not averaged, so the ranks' copies drift apart. Wrap the module again after ",
+             "such changes.");
+}
+
 void DdpEngine::set_up_once() {
   if (has_set_up_) return;
   note("set_up");
@@ -189,6 +209,7 @@ void DdpEngine::set_up_once() {
 }
 
 void DdpEngine::pre_forward() {
+  warn_of_new_parameters();
   if (per_parameter_) per_parameter_->refresh_hooks();
   if (delayed_) delayed_->refresh_hooks();
   if (!reducer_) return;

@@ -111,6 +111,7 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   explicit DdpEngine(std::shared_ptr<torch::nn::Module> module, const DdpOptions& options);
   void sync_states(const std::vector<ParameterInfo>& infos);
   void check_parameters_unchanged() const;
+  void warn_of_new_parameters();
   void arm_reducer(const std::vector<at::Tensor*>& outputs);
   void pass_through_sink(const std::vector<at::Tensor*>& outputs);
   void make_reducer();
@@ -134,6 +135,7 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   std::set<std::string> ignored_;
   NamedTensors parameters_;  // not ignored, frozen ones too
   detail::ManagedParameters managed_;
+  std::vector<at::Tensor> frozen_;  // when it was wrapped
   detail::ModuleTraits traits_;
   bool has_forward_buffers_ = true;  // buffers are synced before each forward
   bool has_initial_buffers_ = true;
@@ -152,6 +154,8 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   bool has_set_up_ = false;           // what is done in the first forward
   std::string steps_in_backward_by_;  // what makes optimizers step in backward; empty if nothing does
   bool has_queued_static_reduction_ = false;
+  int64_t forwards_ = 0;
+  bool has_warned_of_new_parameters_ = false;
 
   // Join. The options are those of the last scope.
   Joinable* joinable_ = nullptr;

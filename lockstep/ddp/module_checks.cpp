@@ -100,6 +100,16 @@ std::string changes_since(const ManagedParameters& before, const ManagedParamete
   return join(problems, "; ");
 }
 
+std::string names_of_new(const ManagedParameters& before, const ManagedParameters& now) {
+  std::set<const c10::TensorImpl*> known;
+  for (const auto& tensor : before.tensors) known.insert(tensor.unsafeGetTensorImpl());
+  std::vector<std::string> names;
+  for (std::size_t i = 0; i < now.tensors.size(); ++i) {
+    if (!known.contains(now.tensors[i].unsafeGetTensorImpl())) names.push_back(str("'", now.infos[i].name, "'"));
+  }
+  return join(names, ", ");
+}
+
 std::string common_problem(const std::vector<std::string>& problems) {
   std::string text;
   for (std::size_t rank = 0; rank < problems.size(); ++rank) {
@@ -113,7 +123,9 @@ std::string common_problem(const std::vector<std::string>& problems) {
 
 Facts shared_facts(const DdpOptions& options, bool has_forward_buffers) {
   const auto text = [](bool value) { return value ? "true" : "false"; };
-  return {{"find_unused_parameters", text(options.find_unused_parameters)},
+  return {{"bucket_cap_mb", options.bucket_cap_mb ? str(*options.bucket_cap_mb) : "not set"},
+          {"bucket_cap_mb_list", str("[", join(options.bucket_cap_mb_list, ", "), "]")},
+          {"find_unused_parameters", text(options.find_unused_parameters)},
           {"static_graph", text(options.static_graph)},
           {"skip_all_reduce_unused_params", text(options.skip_all_reduce_unused_params)},
           {"per_parameter", text(options.per_parameter)},

@@ -31,6 +31,9 @@ ModuleTraits check_module(const torch::nn::Module& module, const DdpOptions& opt
 /// How the managed parameters differ from what they were; empty if they do not.
 std::string changes_since(const ManagedParameters& before, const ManagedParameters& now);
 
+/// The names of those that were not managed before, as tensors; empty if there are none.
+std::string names_of_new(const ManagedParameters& before, const ManagedParameters& now);
+
 /// What all ranks throw, in the same words, if some have a problem; empty if none has.
 std::string common_problem(const std::vector<std::string>& problems);
 

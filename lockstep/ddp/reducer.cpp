@@ -12,6 +12,7 @@
 #include "lockstep/base/env.h"
 #include "lockstep/base/observer.h"
 #include "lockstep/base/str.h"
+#include "lockstep/comm/agreement.h"
 #include "lockstep/comm/call_label.h"
 #include "lockstep/comm/objects.h"
 
@@ -101,6 +102,7 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
   arm();
   if (!searches_unused()) return;
   unused_.search(outputs, hooks_.index_of_accumulator());
+  compare_skipped();
   if (unused_.of_step.empty() && !has_warned_of_needless_search_) {
     has_warned_of_needless_search_ = true;
     TORCH_WARN(setup_.who(), ": find_unused_parameters is on, but the forward pass used every parameter. The search ",
@@ -108,6 +110,22 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
   }
   if (c10d::debug_level() == c10d::DebugLevel::Detail && !unused_.of_step.empty()) {
     LOG(INFO) << setup_.who() << ": unused parameters in this step: " << setup_.names_of(unused_.of_step);
+  }
+}
+
+void Reducer::compare_skipped() {
+  if (!setup_.options.skip_all_reduce_unused_params || setup_.group->getSize() == 1) return;
+  const bool is_debugging = c10d::debug_level() != c10d::DebugLevel::Off;
+  if (iterations_ == 1 || is_debugging) {
+    const LabelScope label({"DDP's skipped parameters"});
+    check_same_on_all_ranks(
+        "what skip_all_reduce_unused_params leaves out",
+        Facts{{"unused parameters", str(setup_.names_of(unused_.of_step), " (", join(unused_.of_step, ", "), ")")}},
+        setup_.group);
+  } else if (!unused_.is_same_in_all_steps && !std::exchange(has_warned_of_changed_skips_, true)) {
+    TORCH_WARN(setup_.who(), ": skip_all_reduce_unused_params is on, and the set of unused parameters has changed. If ",
+               "it does not change alike on all ranks, they wait for each other, or sum what does not belong ",
+               "together. TORCH_DISTRIBUTED_DEBUG=INFO compares the sets in every step.");
   }
 }
 

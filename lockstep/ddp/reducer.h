@@ -182,6 +182,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // All with the lock held.
   void make_buckets();
   void arm();
+  /// Ranks that skip different buckets would wait for each other.
+  void compare_skipped();
   /// The first gradient is there.
   void begin_reduction();
   bool searches_unused() const { return setup_.options.find_unused_parameters && !static_graph_.is_on(); }
@@ -228,6 +230,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool is_stepped_in_part_ = false;   // a step with optimizers in backward failed
   bool has_warned_of_local_backward_ = false;
   bool has_warned_of_needless_search_ = false;
+  bool has_warned_of_changed_skips_ = false;
 };
 
 }  // namespace lockstep

@@ -69,6 +69,22 @@ LOCKSTEP_THREAD_TEST(DdpConstruction, RefusesSeveralKindsOfDevices, 2) {
   expect_error([&] { DistributedDataParallel(mixed, world.group()); }, {"cpu", "meta"});
 }
 
+// D-11: buckets of other lengths on other ranks, which nothing else would show.
+LOCKSTEP_THREAD_TEST(DdpConstruction, RefusesDifferentBucketCaps, 2) {
+  const bool is_first = world.rank() == 0;
+  expect_error([&] { DistributedDataParallel(mlp({3, 2}), world.group(), {.bucket_cap_mb = is_first ? 1.0 : 2.0}); },
+               {"bucket_cap_mb", "rank 0", "rank 1"});
+  expect_error(
+      [&] {
+        DistributedDataParallel(mlp({3, 2}), world.group(),
+                                {.bucket_cap_mb_list = is_first ? std::vector{1.0, 2.0} : std::vector{2.0},
+                                 .find_unused_parameters = true});
+      },
+      {"bucket_cap_mb_list", "[1, 2]", "[2]"});
+  barrier(world.group());
+  DistributedDataParallel(mlp({3, 2}), world.group(), {.bucket_cap_mb = 1.0});
+}
+
 // DDP-5, DDP-8, DDP-10
 LOCKSTEP_THREAD_TEST(DdpConstruction, WarnsOfOldOptionsAndRefusesHalfAPair, 1) {
   const Warnings warnings;

@@ -182,6 +182,28 @@ LOCKSTEP_THREAD_TEST(DdpUnused, BucketsOfUnusedParametersMayBeSkipped, 2) {
   EXPECT_FALSE(ddp.module()->left->weight.grad().defined());
 }
 
+// D-11: ranks that would skip different buckets are told so, in the first step or, when asked to look, in every one.
+LOCKSTEP_THREAD_TEST(DdpUnused, SkippedParametersAreCompared, 2) {
+  const Warnings warnings;
+  const DdpOptions options = {
+      .bucket_cap_mb = 0, .find_unused_parameters = true, .skip_all_reduce_unused_params = true};
+  DistributedDataParallel ddp(seeded(Branchy()), world.group(), options);
+  expect_error([&] { ddp(input_of(world), world.rank() == 0, world.rank() == 1); },
+               {"skip_all_reduce_unused_params", "'left.weight'", "'right.weight'"});
+  DistributedDataParallel later(seeded(Branchy()), world.group(), options);
+  later(input_of(world), true, false).sum().backward();
+  EXPECT_EQ(warnings.count("has changed"), 0);
+  later(input_of(world), false, true).sum().backward();
+  later(input_of(world), true, false).sum().backward();
+  EXPECT_EQ(warnings.count("has changed"), 1);
+  barrier(world.group());
+  c10d::setDebugLevel(c10d::DebugLevel::Info);
+  const auto restore = std::shared_ptr<void>(nullptr, [](void*) { c10d::setDebugLevel(c10d::DebugLevel::Off); });
+  expect_error([&] { later(input_of(world), world.rank() == 0, world.rank() == 1); },
+               {"skip_all_reduce_unused_params", "'left.weight'", "'right.weight'"});
+  barrier(world.group());
+}
+
 // DDP-52
 LOCKSTEP_THREAD_TEST(DdpStaticGraph, IsSetBeforeTheFirstStepOnce, 2) {
   const Warnings warnings;

@@ -1,4 +1,4 @@
-// The wrapper as an object: how it is called.
+// The wrapper as an object: how it is called, and what happens when its module changes.
 #include "tests/support/ddp_models.h"
 
 namespace lockstep::wrapper_test {
@@ -30,6 +30,51 @@ LOCKSTEP_THREAD_TEST(DdpWrapper, IsCalledThroughAnArrowAsHoldersAre, 2) {
   ddp->eval();
   EXPECT_FALSE(ddp.module()->is_training());
   EXPECT_EQ(warnings.count("not averaged"), 0);
+}
+
+/// Has a second layer from the first forward on.
+struct GrowingImpl : torch::nn::Module {
+  GrowingImpl() : first(register_module("first", torch::nn::Linear(4, 4))) {}
+  at::Tensor forward(const at::Tensor& input) {
+    if (!late) late = register_module("late", torch::nn::Linear(4, 2));
+    return late->forward(first->forward(input));
+  }
+  torch::nn::Linear first;
+  torch::nn::Linear late = nullptr;
+};
+TORCH_MODULE(Growing);
+
+// unfrozen, made in the first forward, replaced.
+LOCKSTEP_THREAD_TEST(DdpWrapper, WarnsOnceOfParametersItDoesNotKnow, 2) {
+  const auto step = [](auto& ddp) { ddp(at::ones({1, 4})).sum().backward(); };
+  {
+    const Warnings warnings;
+    auto model = mlp(kSizes);
+    model->layers[0]->weight.requires_grad_(false);
+    DistributedDataParallel ddp(model, world.group());
+    for (int i = 0; i < 6; ++i) step(ddp);
+    EXPECT_EQ(warnings.count("after it was wrapped"), 0);
+    model->layers[0]->weight.requires_grad_(true);
+    for (int i = 0; i < 3; ++i) step(ddp);
+    EXPECT_EQ(warnings.count("after it was wrapped: 'layer0.weight'. "), 1);
+    EXPECT_EQ(warnings.count("after it was wrapped"), 1);
+  }
+  {
+    const Warnings warnings;
+    DistributedDataParallel ddp(Growing(), world.group());
+    for (int i = 0; i < 5; ++i) step(ddp);
+    EXPECT_EQ(warnings.count("after it was wrapped: 'late.weight', 'late.bias'. "), 1);
+    EXPECT_EQ(warnings.count("after it was wrapped"), 1);
+  }
+  {
+    const Warnings warnings;
+    auto model = mlp(kSizes);
+    DistributedDataParallel ddp(model, world.group(), {.find_unused_parameters = true});
+    step(ddp);
+    model->layers[1] = model->replace_module("layer1", torch::nn::Linear(5, 2));
+    for (int i = 0; i < 5; ++i) step(ddp);
+    EXPECT_EQ(warnings.count("after it was wrapped: 'layer1.weight', 'layer1.bias'. "), 1);
+  }
 }
 
 }  // namespace
