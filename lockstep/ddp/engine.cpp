@@ -1,9 +1,11 @@
 #include "lockstep/ddp/engine.h"
 
 #include <c10/core/GradMode.h>
-#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/distributed/c10d/debug.h>
 #include <torch/nn/module.h>
+
+#include <algorithm>
 
 #include "lockstep/base/observer.h"
 #include "lockstep/base/str.h"
@@ -12,10 +14,12 @@
 #include "lockstep/comm/objects.h"
 #include "lockstep/ddp/ddp_base.h"
 #include "lockstep/ddp/delayed_all_reduce.h"
+#include "lockstep/ddp/forward_pass.h"
 #include "lockstep/ddp/input_mover.h"
 #include "lockstep/ddp/logger.h"
 #include "lockstep/ddp/low_precision.h"
 #include "lockstep/ddp/state_sync.h"
+#include "lockstep/nn/output_marks.h"
 #include "lockstep/nn/output_sink.h"
 
 namespace lockstep {
@@ -38,6 +42,30 @@ void note(const char* what) {
   event.state = what;
   announce(std::move(event));
 }
+
+/// On the outputs of one forward.
+class PassMark final : public detail::OutputMark {
+ public:
+  PassMark(std::weak_ptr<DdpEngine> engine, detail::PassPtr pass)
+      : engine_(std::move(engine)), pass_(std::move(pass)) {}
+
+  void reached() override {
+    if (const auto engine = engine_.lock()) return engine->reducer()->reach(pass_);
+    const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+    // autograd::grad() brings no gradients that would have to be averaged.
+    const bool is_whole = chosen == nullptr || chosen->empty();
+    TORCH_CHECK(!pass_->is_synced || pass_->is_reduced || !is_whole,
+                "[lockstep/ddp] backward through the outputs of a DistributedDataParallel that is destroyed. Keep the ",
+                "wrapper until backward has run.");
+  }
+
+  bool is_of(const DdpEngine& engine) const { return engine_.lock().get() == &engine; }
+  bool is_to_be_reduced() const { return pass_->is_synced && !pass_->is_reduced; }
+
+ private:
+  const std::weak_ptr<DdpEngine> engine_;
+  const detail::PassPtr pass_;
+};
 
 }  // namespace
 
@@ -120,7 +148,9 @@ void DdpEngine::make_reducer() {
   settings.plan = plan;
   settings.label = interned(bucket_label(*module_));
   reducer_ = std::make_shared<Reducer>(managed_.tensors, managed_.infos, group_, settings);
-  weighted_.emplace(reducer_, [this](const std::string& message) { fail(message); });
+  std::vector<at::Tensor> delayed;
+  for (const auto& [name, tensor] : options_.delay_all_reduce_named_params) delayed.push_back(tensor);
+  weighted_.emplace(reducer_, std::move(delayed), [this](const std::string& message) { fail(message); });
   if (options_.static_graph && options_.find_unused_parameters) {
     TORCH_WARN("[lockstep/ddp] static_graph makes find_unused_parameters redundant: the first step shows what is used");
   }
@@ -216,6 +246,7 @@ void DdpEngine::pre_forward() {
   reducer_->refresh_hooks();
   set_up_once();
   if (c10d::debug_level() != c10d::DebugLevel::Off) check_parameters_unchanged();
+  weighted_->forget_zeroed();
   const bool is_synced = c10::GradMode::is_enabled() && is_sync_enabled_;
   const auto tally = begin_join_iteration(is_synced);
   if (is_synced) {
@@ -270,19 +301,18 @@ void DdpEngine::arm_reducer(const std::vector<at::Tensor*>& outputs) {
   }
   const bool is_synced = c10::GradMode::is_enabled() && is_sync_enabled_;
   buffers_->set_required(is_synced);
-  if (is_synced) {
-    note("arm");
-    std::vector<at::Tensor> tensors;
-    if (options_.find_unused_parameters && !reducer_->is_static_graph()) {
-      for (const auto* output : outputs) tensors.push_back(*output);
-    }
-    reducer_->prepare_for_backward(tensors);
-    // A backward that threw may have left it.
-    has_queued_static_reduction_ = false;
-  } else if (c10::GradMode::is_enabled()) {
-    reducer_->expect_local_backward();
-  }
+  if (!c10::GradMode::is_enabled()) return;
   pass_through_sink(outputs);
+  // Backward may come when the wrapper's switches are set otherwise: what it has to do goes with the outputs.
+  const auto pass = std::make_shared<detail::ForwardPass>(detail::ForwardPass{.is_synced = is_synced});
+  pass->is_visible = detail::mark_outputs(outputs, std::make_shared<PassMark>(weak_from_this(), pass));
+  if (!is_synced) return reducer_->expect_local_backward(pass);
+  note("arm");
+  std::vector<at::Tensor> tensors;
+  if (options_.find_unused_parameters && !reducer_->is_static_graph()) {
+    for (const auto* output : outputs) tensors.push_back(*output);
+  }
+  reducer_->prepare_for_backward(tensors, pass);
 }
 
 void DdpEngine::pass_through_sink(const std::vector<at::Tensor*>& outputs) {
@@ -291,22 +321,22 @@ void DdpEngine::pass_through_sink(const std::vector<at::Tensor*>& outputs) {
   if (!searches && !counts) return;
   std::vector<at::Tensor> tensors;
   for (const auto* output : outputs) tensors.push_back(*output);
-  const auto on_backward = [weak = weak_from_this(), counts] {
-    const auto engine = weak.lock();
-    TORCH_CHECK(engine, "[lockstep/ddp] backward through the outputs of a DistributedDataParallel that is destroyed. ",
-                "Keep the wrapper until backward has run.");
-    if (!counts || engine->has_queued_static_reduction_) return;
-    engine->has_queued_static_reduction_ = true;
-    torch::autograd::Engine::get_default_engine().queue_callback([weak] {
-      const auto still = weak.lock();
-      if (!still) return;
-      // If it was a local backward, the next one shall try again.
-      still->has_queued_static_reduction_ = false;
-      still->reducer_->delay_all_reduce();
-    });
-  };
-  const auto passed = detail::pass_through_sink(tensors, sink_clones_, on_backward);
+  const auto passed = detail::pass_through_sink(tensors, sink_clones_);
   for (std::size_t i = 0; i < outputs.size(); ++i) *outputs[i] = passed[i];
+}
+
+bool DdpEngine::is_reduced(const at::Tensor& loss) const {
+  if (!reducer_->may_reduce()) return false;
+  bool is_known = false;
+  bool is_reduced = false;
+  detail::visit_marks(loss, [&](const detail::OutputMark& mark) {
+    const auto* mine = dynamic_cast<const PassMark*>(&mark);
+    if (mine == nullptr || !mine->is_of(*this)) return true;
+    is_known = true;
+    is_reduced = mine->is_to_be_reduced();
+    return !is_reduced;
+  });
+  return is_known ? is_reduced : reducer_->is_armed();
 }
 
 void DdpEngine::backward(const at::Tensor& loss, double weight) {
@@ -314,7 +344,7 @@ void DdpEngine::backward(const at::Tensor& loss, double weight) {
   TORCH_CHECK(!is_joining() || join_options_.weighted, "[lockstep/ddp] backward(loss, weight) in a Join scope needs ",
               "JoinOptions::weighted, so that ranks without inputs take part in adding up the weights: ",
               "ddp.join({.options = {.weighted = true}})");
-  weighted_->run(loss, weight, is_sync_enabled_);
+  weighted_->run(loss, weight, is_reduced(loss));
 }
 
 std::string DdpEngine::who() const {
@@ -388,7 +418,6 @@ void DdpEngine::update_process_group(const GroupPtr& group) {
   reducer_->update_process_group(group);
   group_ = group;
   replicas_.stop();  // not all of its ranks may know of the last scope
-  has_queued_static_reduction_ = false;
 }
 
 c10::DDPLoggingData DdpEngine::logging_data() const {

@@ -112,6 +112,8 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   void sync_states(const std::vector<ParameterInfo>& infos);
   void check_parameters_unchanged() const;
   void warn_of_new_parameters();
+  /// A backward of `loss` would be: it goes through a synced forward.
+  bool is_reduced(const at::Tensor& loss) const;
   void arm_reducer(const std::vector<at::Tensor*>& outputs);
   void pass_through_sink(const std::vector<at::Tensor*>& outputs);
   void make_reducer();
@@ -153,7 +155,6 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   bool sink_clones_ = true;
   bool has_set_up_ = false;           // what is done in the first forward
   std::string steps_in_backward_by_;  // what makes optimizers step in backward; empty if nothing does
-  bool has_queued_static_reduction_ = false;
   int64_t forwards_ = 0;
   bool has_warned_of_new_parameters_ = false;
 

@@ -4,7 +4,6 @@
 #include <ATen/ops/searchsorted.h>
 #include <ATen/ops/sparse_coo_tensor.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 
 #include "lockstep/base/str.h"
@@ -52,9 +51,7 @@ void GradientIntake::take_dense(Bucket& bucket, std::size_t place, const StepTer
     }
     check_gradient(bucket, place, grad);
     if (terms.is_identity) return false;
-    if (terms.excludes_own) {
-      view.zero_();
-    } else if (grad.is_alias_of(view)) {
+    if (grad.is_alias_of(view)) {
       if (terms.scale != 1) view.mul_(terms.scale);
       return false;
     } else if (setup_.options.batched_grad_copy && !has_graph) {
@@ -119,11 +116,7 @@ void GradientIntake::take_sparse(Bucket& bucket, const StepTerms& terms) {
       // Dense over the rows all ranks have together: a plain sum will do.
       gradient = over_known_rows(gradient.coalesce(), *rows, name);
     }
-    if (terms.excludes_own) {
-      gradient = at::zeros_like(gradient);
-    } else if (terms.scale != 1) {
-      gradient = gradient.mul(terms.scale);
-    }
+    if (terms.scale != 1) gradient = gradient.mul(terms.scale);
     bucket.set_sparse_gradient(gradient, rows);
     return false;
   });

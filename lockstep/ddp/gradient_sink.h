@@ -24,8 +24,6 @@ struct StepTerms {
   double scale = 1;
   /// They stay where they are; see GradientSink::is_identity().
   bool is_identity = false;
-  /// This rank's count as zeros, whatever they are: NaN too.
-  bool excludes_own = false;
   /// Rows that sparse gradients have on all ranks together, by the parameter's name.
   std::map<std::string, at::Tensor> sparse_metadata = {};
 };

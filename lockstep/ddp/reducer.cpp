@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/distributed/c10d/debug.h>
 
 #include <algorithm>
@@ -31,6 +32,18 @@ std::size_t bytes_of(const at::Tensor& tensor) {
   return tensor.is_sparse() ? tensor._indices().nbytes() + tensor._values().nbytes() : tensor.nbytes();
 }
 
+/// autograd::grad(), or backward() with chosen inputs.
+bool is_partial_backward() {
+  const auto* nodes = torch::autograd::get_current_graph_task_exec_info();
+  return nodes != nullptr && !nodes->empty();
+}
+
+std::unordered_set<const c10::TensorImpl*> impls_of(const std::vector<at::Tensor>& tensors) {
+  std::unordered_set<const c10::TensorImpl*> impls;
+  for (const auto& tensor : tensors) impls.insert(tensor.unsafeGetTensorImpl());
+  return impls;
+}
+
 }  // namespace
 
 Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<ParameterInfo> infos, GroupPtr group,
@@ -38,6 +51,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<ParameterInfo> 
     : setup_{.parameters = std::move(parameters), .options = options, .group = std::move(group)},
       averages_(setup_),
       intake_(setup_),
+      managed_(impls_of(setup_.parameters)),
       times_(setup_.parameters.at(0).device()),
       unused_(setup_.parameters.size(), setup_.parameters[0].device()),
       static_graph_(setup_.parameters.size(), options.static_graph),
@@ -62,6 +76,7 @@ void Reducer::make_buckets() {
   buckets_.reserve(setup_.plan.buckets().size());
   for (std::size_t i = 0; i < setup_.plan.buckets().size(); ++i) {
     buckets_.emplace_back(i, setup_.plan, setup_.parameters, setup_.options.reduce_dtype);
+    buckets_.back().progress.gradients_missing = buckets_.back().size();
     sink_->set_up(buckets_.back());
   }
 }
@@ -70,6 +85,7 @@ void Reducer::make_buckets() {
 
 void Reducer::refresh_hooks() {
   const std::lock_guard lock(mutex_);
+  forget_failed_run();
   hooks_.refresh();
 }
 
@@ -79,15 +95,25 @@ void Reducer::prepare_for_forward() {
   times_.record(Mark::kForwardStart);
 }
 
+void Reducer::compare_failures() {
+  if (launched_by_failed_step_ == 0) return;
+  if (setup_.group->getSize() > 1) {
+    const LabelScope label({"DDP after a backward that failed"});
+    check_same_on_all_ranks("DistributedDataParallel's backward that failed",
+                            Facts{{"buckets it had launched", std::to_string(launched_by_failed_step_)}}, setup_.group);
+  }
+  launched_by_failed_step_ = 0;
+}
+
 void Reducer::arm() {
+  compare_failures();
   // What was asked of the next reduction may have been asked before.
-  step_ = Step{
-      .is_armed = true,
-      .is_ready = std::vector<bool>(setup_.parameters.size()),
-      .armed_at = std::chrono::steady_clock::now(),
-      .terms = {.excludes_own = step_.terms.excludes_own, .sparse_metadata = std::move(step_.terms.sparse_metadata)},
-      .divisor_source = std::move(step_.divisor_source),
-      .installed_futures = std::move(step_.installed_futures)};
+  step_ = Step{.is_armed = true,
+               .is_ready = std::vector<bool>(setup_.parameters.size()),
+               .armed_at = std::chrono::steady_clock::now(),
+               .terms = {.sparse_metadata = std::move(step_.terms.sparse_metadata)},
+               .divisor_source = std::move(step_.divisor_source),
+               .installed_futures = std::move(step_.installed_futures)};
   record_.buckets_reduced = 0;
   static_graph_.begin_backward();
   sink_->begin_backward();
@@ -95,13 +121,16 @@ void Reducer::arm() {
   times_.record(Mark::kBackwardComputeStart);
 }
 
-void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
+void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, const detail::PassPtr& pass) {
   const std::lock_guard lock(mutex_);
   check_prior_reduction_finished();
   ++iterations_;
   arm();
+  step_.is_visible = pass->is_visible;
+  add_open(pass);
   if (!searches_unused()) return;
   unused_.search(outputs, hooks_.index_of_accumulator());
+  pass->unused = unused_.of_step;
   compare_skipped();
   if (unused_.of_step.empty() && !has_warned_of_needless_search_) {
     has_warned_of_needless_search_ = true;
@@ -129,44 +158,51 @@ void Reducer::compare_skipped() {
   }
 }
 
-void Reducer::expect_local_backward() {
+void Reducer::expect_local_backward(const detail::PassPtr& pass) {
   const std::lock_guard lock(mutex_);
   step_.is_local = true;
-  step_.is_armed = false;
+  add_open(pass);
 }
 
 detail::UsedMap* Reducer::used_map() {
   return static_graph_.is_on() || setup_.options.find_unused_parameters ? &unused_.used : nullptr;
 }
 
+void Reducer::mark_used(std::size_t index) {
+  step_.terms.access.with_gradient(setup_.parameters[index], [&](at::Tensor& grad) {
+    // Without one it was reached, but did not count towards the loss.
+    if (grad.defined()) unused_.used.mark(index);
+    return false;
+  });
+}
+
 void Reducer::autograd_hook(std::size_t index) {
   const std::lock_guard lock(mutex_);
-  auto& access = step_.terms.access;
-  access = detail::GradientAccess::of_current_backward();
+  begin_run();
+  step_.terms.access = detail::GradientAccess::of_current_backward();
   // Marks add up over local steps: a parameter used in one of them is used.
-  if (searches_unused() || (static_graph_.is_counting() && step_.is_armed)) {
-    access.with_gradient(setup_.parameters[index], [&](at::Tensor& grad) {
-      // Without one it was reached, but did not count towards the loss.
-      if (grad.defined()) unused_.used.mark(index);
-      return false;
-    });
-  }
-  if (!step_.is_armed) {
-    if (step_.is_local) has_local_gradients_ = true;
-    if (step_.is_local || has_warned_of_local_backward_) return;
-    has_warned_of_local_backward_ = true;
-    TORCH_WARN(setup_.who(), ": gradient of parameter '", setup_.name_of(index), "' was computed without a forward ",
-               "pass of the wrapper before it (a second backward?): it is added up on this rank and not averaged.");
-    return;
-  }
+  if (searches_unused()) mark_used(index);
+  if (step_.is_armed && !is_anothers(index)) return take(index);
+  if (step_.is_local) has_local_gradients_ = true;
+  warn_of_local_gradient(index);
+  // This backward may still come to a synced forward, whose step it then belongs to.
+  run_.held.push_back(index);
+}
+
+void Reducer::take(std::size_t index) {
+  join_step();
   if (c10::GradMode::is_enabled()) {
     TORCH_WARN_ONCE(setup_.who(), ": backward with create_graph: gradients are averaged, gradients of gradients are ",
                     "not.");
   }
-  if (static_graph_.is_counting()) return static_graph_.count(index);
+  if (static_graph_.is_counting()) {
+    mark_used(index);
+    return static_graph_.count(index);
+  }
   if (!step_.has_begun) record_.ready_order.clear();  // the last backward's
   if (!std::exchange(step_.has_marked_unused, true)) {
-    for (const auto unused : unused_.of_step) mark_ready(unused);
+    step_.marks_unused_at_end = searches_unused() && others_may_add_gradients();
+    if (!step_.marks_unused_at_end) mark_unused();
   }
   if (static_graph_.is_on()) {
     const auto arrival = static_graph_.arrive(index);
@@ -282,6 +318,7 @@ void Reducer::finish_backward() {
   });
   has_local_gradients_ = false;
   if (searches_unused()) unused_.used.clear();
+  for (const auto& pass : step_.passes) pass->is_reduced = true;
   end_step();
   times_.record(Mark::kBackwardCommEnd);
 }
@@ -324,6 +361,8 @@ void Reducer::or_give_up(const Action& action) {
 
 void Reducer::give_up() {
   if (step_.has_begun) {
+    launched_by_failed_step_ = static_cast<std::size_t>(std::count_if(
+        buckets_.begin(), buckets_.end(), [](const auto& bucket) { return bucket.progress.is_launched; }));
     sink_->give_up(buckets_, step_.terms);
     if (searches_unused() || static_graph_.shares_marks_now()) unused_.used.give_up();
     static_graph_.give_up();
@@ -338,10 +377,11 @@ void Reducer::end_step() {
   for (auto& bucket : buckets_) bucket.progress = {};
 }
 
-void Reducer::delay_all_reduce() {
-  const std::lock_guard lock(mutex_);
-  if (!step_.is_armed || !static_graph_.is_counting()) return;
-  const at::NoGradGuard no_grad;
+void Reducer::reduce_counted(const Run& run) {
+  if (!step_.is_armed) return;
+  const bool has_gradients = static_graph_.has_counted_any();
+  // A backward inside of another may come before the other's outputs, and autograd::grad() brings no gradients.
+  if (step_.is_visible ? !run.is_mine || (!has_gradients && is_partial_backward()) : !has_gradients) return;
   unused_.of_step = static_graph_.unused();
   if (c10d::debug_level() != c10d::DebugLevel::Off && !unused_.of_step.empty()) {
     LOG(INFO) << setup_.who()
@@ -415,13 +455,22 @@ void Reducer::check_prior_reduction_finished() {
                     "parameters, on some ranks more than on others. Wrap the module again, which makes all ranks' ",
                     "parameters the same."));
   }
+  forget_failed_run();
   if (!step_.has_begun) return;
   std::vector<std::size_t> missing;
+  std::vector<std::size_t> frozen;
   for (std::size_t i = 0; i < step_.is_ready.size(); ++i) {
-    if (!step_.is_ready[i]) missing.push_back(i);
+    if (step_.is_ready[i]) continue;
+    missing.push_back(i);
+    if (!setup_.parameters[i].requires_grad()) frozen.push_back(i);
   }
   std::string remedy;
-  if (static_graph_.is_on()) {
+  if (missing.empty()) {
+    remedy = "This forward runs inside of that backward: run it before or after.";
+  } else if (!frozen.empty()) {
+    remedy = str("Since the module was wrapped ", setup_.names_of(frozen), frozen.size() == 1 ? " was" : " were",
+                 " frozen: wrap it again after such changes.");
+  } else if (static_graph_.is_on()) {
     remedy =
         "static_graph promises that every step uses the parameters the first one used: this one did not. "
         "Turn it off and set find_unused_parameters.";
@@ -433,7 +482,7 @@ void Reducer::check_prior_reduction_finished() {
         "loss left out what it returned in a way the search cannot see: return tensors, containers of tensors or "
         "a type with for_each_tensor().";
   }
-  const auto what = missing.empty() ? std::string("backward did not reach its end")
+  const auto what = missing.empty() ? std::string("its backward is still under way")
                                     : str(missing.size() == 1 ? "parameter " : "parameters ", setup_.names_of(missing),
                                           " (", join(missing, ", "), ") got no gradient");
   setup_.fail(str(setup_.who(), ": the last step's reduction is unfinished: ", what, ". ", remedy));
@@ -442,6 +491,7 @@ void Reducer::check_prior_reduction_finished() {
 void Reducer::reset_state() {
   const std::lock_guard lock(mutex_);
   give_up();
+  launched_by_failed_step_ = 0;
   // Nobody will finish these; the group they were made on may be gone.
   unused_.used.give_up();
   if (static_graph_.is_on()) unused_.of_step.clear();  // a search replaces them

@@ -3,8 +3,8 @@
 //
 // What always holds: buckets are launched strictly in plan order, so all ranks issue the same collectives; gradients
 // are written when all buckets have arrived, so a step that failed before can be repeated; nothing of a step is left
-// when the next one is armed. Gradient hooks come from the threads of the autograd engine, which may be several; one
-// lock guards everything.
+// when the next one is armed. Which backwards are reduced is decided by the forwards they go through. Gradient hooks
+// come from the threads of the autograd engine, which may be several; one lock guards everything.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,12 +15,14 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "lockstep/ddp/all_reduce_sink.h"
 #include "lockstep/ddp/bucket.h"
 #include "lockstep/ddp/bucket_plan.h"
 #include "lockstep/ddp/comm_hook.h"
+#include "lockstep/ddp/forward_pass.h"
 #include "lockstep/ddp/gradient_intake.h"
 #include "lockstep/ddp/gradient_scatter.h"
 #include "lockstep/ddp/ready_order.h"
@@ -56,22 +58,23 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // ---- one step ----
 
-  /// Before every forward: hooks follow parameters that torch::load() or set_() gave another accumulator.
+  /// Before every forward: hooks follow parameters that torch::load() or set_() gave another accumulator, and what a
+  /// backward that threw has left is forgotten.
   void refresh_hooks();
   /// A step begins: notes the time.
   void prepare_for_forward();
   /// Lays the buckets out in the order gradients came, once, as rank 0 saw it. Returns whether it did; then it was
   /// collective. Refuses if the last reduction is unfinished.
   bool rebuild_buckets();
-  /// The next backward is to be reduced. `outputs` are searched for unused parameters, if that was asked for. Refuses
-  /// if the last reduction is unfinished.
-  void prepare_for_backward(const std::vector<at::Tensor>& outputs);
-  /// The next backward stays local: gradients add up.
-  void expect_local_backward();
+  /// Backwards through `pass`, which is synced, are to be reduced, and so is the next one that comes to no pass at all.
+  /// `outputs` are searched for unused parameters, if that was asked for. Refuses if the last reduction is unfinished.
+  void prepare_for_backward(const std::vector<at::Tensor>& outputs, const detail::PassPtr& pass);
+  /// Backwards through `pass` stay local: gradients add up. Others are what they were to be.
+  void expect_local_backward(const detail::PassPtr& pass);
+  /// The backward that runs on this thread has come to the outputs of `pass`.
+  void reach(const detail::PassPtr& pass);
   /// A gradient is there. Called by hooks on accumulators.
   void autograd_hook(std::size_t index);
-  /// At the end of the first backward of a static graph: reduces everything. Called by the engine.
-  void delay_all_reduce();
   /// Takes part in the reduction of a backward without one of its own: the same collectives in the same order, with
   /// zeros, or with the gradients of earlier backwards that were not reduced. Afterwards the averaged gradients are in
   /// .grad, as on the other ranks. Collective; waits.
@@ -93,10 +96,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void set_sparse_metadata(std::map<std::string, at::Tensor> rows);
   /// What the gradients' sum is divided by, instead of the number of ranks: asked for when the first gradient is there.
   void set_divisor_source(std::function<double()> source);
-  /// This rank's gradients count as zeros, whatever backward computes: NaN too.
-  void exclude_own_gradients();
-  /// The divisor and the exclusion are taken back, unless a reduction has begun with them.
-  void forget_terms();
+  /// The divisor is taken back, unless a reduction has begun with it.
+  void forget_divisor();
 
   // ---- settings, between steps ----
 
@@ -144,6 +145,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool has_counted_static_graph() const { return static_graph_.has_counted(); }
   /// A reduction is to come from the next backward, or under way.
   bool is_armed() const;
+  /// Armed, or a synced forward is still to have its backward.
+  bool may_reduce() const;
   int64_t iterations() const { return iterations_; }
   StepRecord last_step() const;
   const detail::StepTimes& times() const { return times_; }
@@ -165,12 +168,15 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   /// Everything that belongs to one step. Replaced as a whole.
   struct Step {
-    bool is_armed = false;  // hooks lead to a reduction
+    bool is_armed = false;    // hooks lead to a reduction
+    bool is_visible = false;  // the forward that armed it has outputs by which a backward is recognized
     bool is_local = false;
     bool is_mirrored = false;
     bool has_begun = false;  // some gradient is in a bucket, the reduction is unfinished
     bool has_marked_unused = false;
-    std::size_t next_bucket = 0;  // to be launched
+    bool marks_unused_at_end = false;          // of backward
+    std::vector<detail::PassPtr> passes = {};  // whose gradients are in it; none if they are not known
+    std::size_t next_bucket = 0;               // to be launched
     std::vector<bool> is_ready = {};
     std::chrono::steady_clock::time_point armed_at = {};
     detail::StepTerms terms = {};
@@ -179,11 +185,44 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     std::vector<FuturePtr> installed_futures = {};
   };
 
+  /// The backward that runs, with those inside of it: begun by the first output or gradient it comes to.
+  struct Run {
+    bool is_open = false;                     // its end has not come
+    std::weak_ptr<const bool> is_alive = {};  // autograd lets go of it when backward returns or throws
+    bool is_mine = false;                     // it goes through a synced pass
+    std::vector<detail::PassPtr> passes = {};
+    std::size_t passes_in_step = 0;
+    std::vector<std::size_t> held = {};  // gradients that came while it went through no synced pass
+  };
+
+  // All with the lock held. See reducer_runs.cpp.
+  void begin_run();
+  void end_run();
+  void forget_failed_run();
+  /// The gradient belongs to a forward that is not synced, or to another wrapper's.
+  bool is_anothers(std::size_t index) const;
+  bool is_of_another_wrapper(std::size_t index) const;
+  void warn_of_local_gradient(std::size_t index);
+  void add_open(const detail::PassPtr& pass);
+  /// Passes that the backward goes through have gradients in the step.
+  void join_step();
+  /// The backward goes through local forwards too, or may come to forwards that have had no backward yet.
+  bool others_may_add_gradients() const;
+  /// What no pass of the step uses is ready as it is.
+  void mark_unused();
+  /// At the end of the first backward of a static graph: reduces everything.
+  void reduce_counted(const Run& run);
+
   // All with the lock held.
   void make_buckets();
   void arm();
   /// Ranks that skip different buckets would wait for each other.
   void compare_skipped();
+  /// Ranks of which some failed would sum buckets of different steps.
+  void compare_failures();
+  /// A gradient that is to be reduced.
+  void take(std::size_t index);
+  void mark_used(std::size_t index);
   /// The first gradient is there.
   void begin_reduction();
   bool searches_unused() const { return setup_.options.find_unused_parameters && !static_graph_.is_on(); }
@@ -219,7 +258,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::function<void()> on_begin_;
   std::function<void()> on_finish_;
 
+  const std::unordered_set<const c10::TensorImpl*> managed_;
   Step step_;
+  Run run_;
+  std::vector<std::weak_ptr<detail::ForwardPass>> open_;  // passes that may still have their backward
+  std::size_t launched_by_failed_step_ = 0;
   StepRecord record_;
   detail::StepTimes times_;
   detail::UnusedParameters unused_;

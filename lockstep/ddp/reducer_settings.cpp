@@ -25,16 +25,9 @@ void Reducer::set_divisor_source(std::function<double()> source) {
   step_.divisor_source = std::move(source);
 }
 
-void Reducer::forget_terms() {
+void Reducer::forget_divisor() {
   const std::lock_guard lock(mutex_);
-  if (step_.has_begun) return;
-  step_.divisor_source = nullptr;
-  step_.terms.excludes_own = false;
-}
-
-void Reducer::exclude_own_gradients() {
-  const std::lock_guard lock(mutex_);
-  step_.terms.excludes_own = true;
+  if (!step_.has_begun) step_.divisor_source = nullptr;
 }
 
 // ---- settings ----

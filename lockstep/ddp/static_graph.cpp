@@ -4,6 +4,10 @@
 
 namespace lockstep::detail {
 
+bool StaticGraph::has_counted_any() const {
+  return std::any_of(firings_.begin(), firings_.end(), [](int count) { return count > 0; });
+}
+
 std::vector<std::size_t> StaticGraph::unused() const {
   std::vector<std::size_t> unused;
   for (std::size_t i = 0; i < firings_.size(); ++i) {

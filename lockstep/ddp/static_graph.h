@@ -21,6 +21,7 @@ class StaticGraph {
   /// In the first backward: the gradient has come.
   void count(std::size_t parameter) { ++firings_[parameter]; }
   void end_counting() { has_counted_ = true; }
+  bool has_counted_any() const;
   /// Parameters whose gradient did not come.
   std::vector<std::size_t> unused() const;
   /// Whether the ranks still have to tell each other what they use: they do it once, in the first backward of any.

@@ -1,9 +1,13 @@
 #include "lockstep/ddp/weighted_backward.h"
 
+#include <ATen/ops/any.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/ne.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -12,59 +16,130 @@
 #include "lockstep/comm/collectives.h"
 
 namespace lockstep::detail {
+namespace {
 
-double WeightedBackward::reduced(double weight) const {
-  const auto& group = reducer_->group();
-  // As a double: token counts of large batches do not fit a float.
-  const auto device = reducer_->parameters()[0].device();
-  const auto total = at::full({1}, weight, at::TensorOptions(at::kDouble).device(device));
-  const LabelScope label({"DDP's weights"});
-  all_reduce(total, group);
-  const auto sum = total.item<double>();
-  if (sum <= 0) {
-    fail_(str("[lockstep/ddp] rank ", group->getRank(), " of ", group->getSize(),
-              ": the weights of all ranks are zero: there is nothing to average"));
-  }
-  return sum;
+std::vector<at::Tensor> both_of(std::vector<at::Tensor> some, const std::vector<at::Tensor>& others) {
+  some.insert(some.end(), others.begin(), others.end());
+  return some;
 }
 
-void WeightedBackward::scale_gradients(double factor) const {
+void multiply_gradients(const std::vector<at::Tensor>& parameters, double factor) {
   if (factor == 1) return;
   const at::NoGradGuard no_grad;
-  for (const auto& parameter : reducer_->parameters()) {
+  for (const auto& parameter : parameters) {
     auto& grad = parameter.mutable_grad();
     if (grad.defined()) grad.mul_(factor);
   }
 }
 
+bool has_nonzero_gradient(const at::Tensor& parameter) {
+  const auto& grad = parameter.grad();
+  if (!grad.defined()) return false;
+  const at::NoGradGuard no_grad;
+  return at::any(at::ne(grad.is_sparse() ? grad._values() : grad, 0)).item<bool>();
+}
+
+}  // namespace
+
+WeightedBackward::WeightedBackward(std::shared_ptr<Reducer> reducer, std::vector<at::Tensor> delayed,
+                                   std::function<void(const std::string&)> fail)
+    : reducer_(std::move(reducer)),
+      delayed_(std::move(delayed)),
+      all_(both_of(reducer_->parameters(), delayed_)),
+      fail_(std::move(fail)),
+      witness_(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()) {}
+
+WeightedBackward::~WeightedBackward() {
+  for (const auto& [parameter, hook] : zeroing_hooks_) parameter.remove_hook(hook);
+}
+
+std::string WeightedBackward::who() const {
+  const auto& group = reducer_->group();
+  return str("[lockstep/ddp] rank ", group->getRank(), " of ", group->getSize());
+}
+
+double WeightedBackward::reduced(double weight) const {
+  // As a double: token counts of large batches do not fit a float.
+  const auto device = reducer_->parameters()[0].device();
+  const auto total = at::full({1}, weight, at::TensorOptions(at::kDouble).device(device));
+  const LabelScope label({"DDP's weights"});
+  all_reduce(total, reducer_->group());
+  const auto sum = total.item<double>();
+  if (sum <= 0) fail_(str(who(), ": the weights of all ranks are zero: there is nothing to average"));
+  return sum;
+}
+
+void WeightedBackward::set_zeroes_gradients(bool zeroes) {
+  *zeroes_ = zeroes;
+  if (!zeroes || !zeroing_hooks_.empty()) return;
+  for (const auto& parameter : all_) {
+    if (!parameter.requires_grad()) continue;
+    const auto hook = parameter.register_hook([zeroes_now = zeroes_](const at::Tensor& gradient) {
+      return *zeroes_now ? at::zeros_like(gradient) : gradient;
+    });
+    zeroing_hooks_.emplace_back(parameter, hook);
+  }
+}
+
+void WeightedBackward::note_waiting() {
+  const auto with_gradient =
+      std::find_if(all_.begin(), all_.end(), [](const auto& parameter) { return parameter.grad().defined(); });
+  if (with_gradient == all_.end()) return;
+  witness_ = with_gradient->grad().getIntrusivePtr();
+  witness_version_ = with_gradient->grad()._version();
+}
+
+void WeightedBackward::forget_zeroed() {
+  if (so_far_ == 0) return;
+  const auto witness = witness_.lock();
+  for (const auto& parameter : all_) {
+    const auto& grad = parameter.grad();
+    if (!grad.defined()) continue;
+    if (witness && grad.unsafeGetTensorImpl() == witness.get() && grad._version() == witness_version_) return;
+    break;  // the witness is the first one there was
+  }
+  if (std::any_of(all_.begin(), all_.end(), has_nonzero_gradient)) return;
+  so_far_ = 0;
+}
+
 void WeightedBackward::run(const at::Tensor& loss, double weight, bool is_reduced) {
   TORCH_CHECK(weight >= 0 && std::isfinite(weight), "[lockstep/ddp] a weight of ", weight,
               " was given: it cannot be negative and must be finite");
-  const bool is_first = so_far_ == 0;
-  so_far_ += weight;
-  const bool has_nothing_to_count = so_far_ == 0;
+  forget_zeroed();
+  const double before = so_far_;
+  const auto ranks = static_cast<double>(reducer_->group()->getSize());
+  double divisor = ranks;
   if (is_reduced) {
-    const auto sum = reduced_weight_with(0);
-    reducer_->set_divisor_source([sum] { return sum; });
+    divisor = reduced(before + weight);
+    reducer_->set_divisor_source([divisor] { return divisor; });
     // Gradients of an earlier reduced step are averages already: what the divisor takes away is given back.
-    if (is_first) scale_gradients(sum / reducer_->group()->getSize());
-    // The mean over nothing is NaN, and so is zero times it.
-    if (has_nothing_to_count) reducer_->exclude_own_gradients();
-  } else {
-    reducer_->set_divisor_source([fail = fail_, group = reducer_->group()]() -> double {
-      fail(str("[lockstep/ddp] rank ", group->getRank(), " of ", group->getSize(),
-               ": gradients of backward(loss, weight) under no_sync() wait to be averaged: end with backward(loss, ",
-               "weight) as well, not with loss.backward()."));
-      return 1;
-    });
+    if (before == 0) multiply_gradients(all_, divisor / ranks);
   }
+  so_far_ = is_reduced ? 0 : before + weight;
+  // The mean over nothing is NaN, and so is zero times it.
+  set_zeroes_gradients(weight == 0);
   try {
     (loss * weight).backward();
   } catch (...) {
+    set_zeroes_gradients(false);
+    so_far_ = before;
     // The next backward may be a plain one.
-    if (is_reduced) reducer_->forget_terms();
+    if (is_reduced) reducer_->forget_divisor();
     throw;
   }
+  set_zeroes_gradients(false);
+  if (is_reduced) {
+    multiply_gradients(delayed_, ranks / divisor);
+    return;
+  }
+  note_waiting();
+  reducer_->set_divisor_source([this]() -> double {
+    if (so_far_ > 0) {
+      fail_(str(who(), ": gradients of backward(loss, weight) under no_sync() wait to be averaged: end with ",
+                "backward(loss, weight) as well, not with loss.backward()."));
+    }
+    return reducer_->group()->getSize();
+  });
 }
 
 }  // namespace lockstep::detail

@@ -8,6 +8,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "lockstep/ddp/reducer.h"
 
@@ -15,13 +16,20 @@ namespace lockstep::detail {
 
 class WeightedBackward {
  public:
-  /// `fail` throws its message, and tells whoever has to know.
-  WeightedBackward(std::shared_ptr<Reducer> reducer, std::function<void(const std::string&)> fail)
-      : reducer_(std::move(reducer)), fail_(std::move(fail)) {}
+  /// `delayed` are parameters that are not the reducer's: whoever reduces them divides by the number of ranks. `fail`
+  /// throws its message, and tells whoever has to know.
+  WeightedBackward(std::shared_ptr<Reducer> reducer, std::vector<at::Tensor> delayed,
+                   std::function<void(const std::string&)> fail);
+  ~WeightedBackward();
+  WeightedBackward(const WeightedBackward&) = delete;
+  WeightedBackward& operator=(const WeightedBackward&) = delete;
 
   /// This rank's gradients count `weight` times: the average is the weighted one, over all ranks and all backwards
-  /// since the last reduced one. Collective if the backward is reduced.
+  /// since the last reduced one. Collective if the backward is reduced. If it throws, no weight is left of it.
   void run(const at::Tensor& loss, double weight, bool is_reduced);
+
+  /// Weights of backwards whose gradients were zeroed since, and so are not waiting any more, are dropped.
+  void forget_zeroed();
 
   /// For a reduction without run(): the weight of this backward and of those before it. Collective.
   double reduced_weight_with(double weight) { return reduced(std::exchange(so_far_, 0) + weight); }
@@ -34,11 +42,21 @@ class WeightedBackward {
  private:
   /// The sum of the ranks' weights, of which this one's is given. Collective.
   double reduced(double weight) const;
-  void scale_gradients(double factor) const;
+  std::string who() const;
+  /// While it is set, gradients of a backward count as zeros, whatever they are: NaN too.
+  void set_zeroes_gradients(bool zeroes);
+  void note_waiting();
 
   const std::shared_ptr<Reducer> reducer_;
+  const std::vector<at::Tensor> delayed_;
+  const std::vector<at::Tensor> all_;  // the reducer's, and the delayed ones
   const std::function<void(const std::string&)> fail_;
   double so_far_ = 0;  // of backwards since the last reduced one
+  // One gradient as the last of them left it: while it is the same, none was zeroed.
+  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> witness_;
+  uint32_t witness_version_ = 0;
+  const std::shared_ptr<bool> zeroes_ = std::make_shared<bool>(false);
+  std::vector<std::pair<at::Tensor, unsigned>> zeroing_hooks_;  // there from the first weight of zero on
 };
 
 }  // namespace lockstep::detail

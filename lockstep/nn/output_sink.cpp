@@ -2,7 +2,6 @@
 
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/custom_class.h>
 
 namespace lockstep::detail {
 namespace {
@@ -10,26 +9,18 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-struct Callback final : torch::CustomClassHolder {
-  explicit Callback(std::function<void()> function) : run(std::move(function)) {}
-  const std::function<void()> run;
-};
-
 struct DdpSink : torch::autograd::Function<DdpSink> {
-  static variable_list forward(AutogradContext* context, const c10::intrusive_ptr<Callback>& on_backward, bool clones,
-                               at::TensorList tensors) {
+  static variable_list forward(AutogradContext* context, bool clones, at::TensorList tensors) {
     // What the loss leaves out gets no gradient, rather than zeros.
     context->set_materialize_grads(false);
-    context->saved_data["on_backward"] = c10::IValue::make_capsule(on_backward);
     if (!clones) return tensors.vec();
     variable_list results;
     for (const auto& tensor : tensors) results.push_back(tensor.clone());
     return results;
   }
 
-  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    c10::static_intrusive_pointer_cast<Callback>(context->saved_data["on_backward"].toCapsule())->run();
-    variable_list results(2);
+  static variable_list backward(AutogradContext* /*context*/, const variable_list& gradients) {
+    variable_list results(1);  // for `clones`
     results.insert(results.end(), gradients.begin(), gradients.end());
     return results;
   }
@@ -37,8 +28,7 @@ struct DdpSink : torch::autograd::Function<DdpSink> {
 
 }  // namespace
 
-std::vector<at::Tensor> pass_through_sink(const std::vector<at::Tensor>& tensors, bool clones,
-                                          std::function<void()> on_backward) {
+std::vector<at::Tensor> pass_through_sink(const std::vector<at::Tensor>& tensors, bool clones) {
   auto results = tensors;
   variable_list through;
   std::vector<std::size_t> places;
@@ -48,8 +38,7 @@ std::vector<at::Tensor> pass_through_sink(const std::vector<at::Tensor>& tensors
     places.push_back(i);
   }
   if (through.empty() || !c10::GradMode::is_enabled()) return results;
-  const auto passed =
-      DdpSink::apply(c10::make_intrusive<Callback>(std::move(on_backward)), clones, at::TensorList(through));
+  const auto passed = DdpSink::apply(clones, at::TensorList(through));
   for (std::size_t i = 0; i < places.size(); ++i) results[places[i]] = passed[i];
   return results;
 }

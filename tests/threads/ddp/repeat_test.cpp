@@ -192,6 +192,69 @@ LOCKSTEP_THREAD_TEST(DdpRepeat, AWeightedBackwardThatThrowsLeavesNoWeight, 2) {
   expect_equal(actual, expected);
 }
 
+// D-12: something of the user's throws in the middle of backward, after some buckets were launched.
+LOCKSTEP_THREAD_TEST(DdpRepeat, ABackwardThatThrowsLeavesTheReducerReady, 2) {
+  const Warnings quiet;
+  const std::vector<DdpOptions> ways = {{},
+                                        {.find_unused_parameters = true},
+                                        {.static_graph = true},
+                                        {.gradient_as_bucket_view = true},
+                                        {.batched_grad_copy = true}};
+  for (const auto& options : ways) {
+    const auto expected = trained_without_failure(world, options);
+    DistributedDataParallel ddp(mlp(kSizes), world.group(), options);
+    use_a_bucket_per_layer(ddp);
+    bool fails = false;
+    ddp.module()->layers[0]->weight.register_hook([&](const at::Tensor& gradient) {
+      TORCH_CHECK(!fails, "a hook of the user's");
+      return gradient;
+    });
+    const auto actual = train(ddp, world, [&](int step, const auto& run) {
+      fails = true;
+      if (step != 0) expect_error(run, {"a hook of the user's"});
+      if (step == 2) ddp.check_finalized();
+      if (step == 3) expect_error(run, {"a hook of the user's"});
+      fails = false;
+      run();
+    });
+    expect_equal(actual, expected);
+  }
+}
+
+// D-12: so does a backward that is refused, for a gradient that comes a second time.
+LOCKSTEP_THREAD_TEST(DdpRepeat, ABackwardThatWasRefusedLeavesTheReducerReady, 2) {
+  const auto expected = trained_without_failure(world, {});
+  DistributedDataParallel ddp(mlp(kSizes), world.group());
+  use_a_bucket_per_layer(ddp);
+  const auto actual = train(ddp, world, [&](int step, const auto& run) {
+    if (step == 2) {
+      const auto outside = ddp.module()->layers[2]->forward(at::ones({2, 3})).sum();
+      auto output = ddp(my_rows(random_batch(8, kSizes[0], step), world));
+      output.register_hook([&](const at::Tensor&) { outside.backward({}, /*retain_graph=*/true); });
+      expect_error([&] { output.sum().backward(); }, {"second time", "layer2"});
+    }
+    run();
+  });
+  expect_equal(actual, expected);
+}
+
+// One rank alone fails and repeats: its buckets would be summed with others of the step before, which are as long.
+LOCKSTEP_THREAD_TEST(DdpRepeat, ARankThatRepeatsAloneIsNoticed, 2) {
+  DistributedDataParallel ddp(mlp({3, 3, 3, 3}), world.group());
+  use_a_bucket_per_layer(ddp);
+  bool fails = world.rank() == 0;
+  ddp.module()->layers[0]->weight.register_hook([&](const at::Tensor& gradient) {
+    TORCH_CHECK(!fails, "a hook of the user's");
+    return gradient;
+  });
+  const auto run = [&] { ddp(random_batch(2, 3, 1)).sum().backward(); };
+  if (world.rank() == 0) {
+    expect_error(run, {"a hook of the user's"});
+    fails = false;
+  }
+  expect_error(run, {"DDP after a backward that failed"});
+}
+
 // D-12: a callback of a hook may run when the step was given up, and looks at its bucket.
 LOCKSTEP_THREAD_TEST(DdpRepeat, AHooksBucketOutlivesAStepThatFailed, 2) {
   DistributedDataParallel ddp(mlp(kSizes), world.group());

@@ -1,10 +1,12 @@
-// The wrapper as an object: how it is called, and what happens when its module changes.
+// The wrapper as an object: how it is called, what happens when its module changes or it is gone, and two wrappers that
+// share a part.
 #include "tests/support/ddp_models.h"
 
 namespace lockstep::wrapper_test {
 namespace {
 
 using namespace ddp_models;
+using testing::expect_error;
 
 const std::vector<int64_t> kSizes = {4, 5, 2};
 
@@ -75,6 +77,95 @@ LOCKSTEP_THREAD_TEST(DdpWrapper, WarnsOnceOfParametersItDoesNotKnow, 2) {
     for (int i = 0; i < 5; ++i) step(ddp);
     EXPECT_EQ(warnings.count("after it was wrapped: 'layer1.weight', 'layer1.bias'. "), 1);
   }
+}
+
+// the remedy of a step that lacks gradients of a layer that was frozen.
+LOCKSTEP_THREAD_TEST(DdpWrapper, NamesLayersThatWereFrozen, 2) {
+  DistributedDataParallel ddp(mlp(kSizes), world.group());
+  ddp.module()->layers[0]->weight.requires_grad_(false);
+  ddp(at::ones({1, 4})).sum().backward();
+  expect_error([&] { ddp(at::ones({1, 4})); }, {"'layer0.weight'", "frozen", "wrap it again"});
+  barrier(world.group());
+}
+
+// whatever the mode; DDP-77 is about the sink.
+LOCKSTEP_THREAD_TEST(DdpWrapper, ThatIsGoneBeforeBackwardIsSaidSo, 2) {
+  for (const auto& options : std::vector<DdpOptions>{{}, {.find_unused_parameters = true}, {.static_graph = true}}) {
+    const Warnings quiet;
+    auto model = mlp(kSizes);
+    const auto input = at::ones({1, 4}).requires_grad_();
+    at::Tensor synced;
+    at::Tensor local;
+    {
+      DistributedDataParallel ddp(model, world.group(), options);
+      synced = ddp(input).sum();
+      const auto guard = ddp.no_sync();
+      local = ddp(input).sum();
+    }
+    expect_error([&] { synced.backward({}, /*retain_graph=*/true); }, {"destroyed", "Keep the wrapper"});
+    for (const auto& gradient : gradients_of(*model)) EXPECT_FALSE(gradient.defined());
+    // These were to stay on this rank.
+    torch::autograd::grad({synced}, {input}, {}, /*retain_graph=*/true);
+    local.backward();
+    EXPECT_TRUE(model->layers[0]->weight.grad().defined());
+  }
+}
+
+struct HeadedImpl : torch::nn::Module {
+  explicit HeadedImpl(const Mlp& shared)
+      : encoder(register_module("encoder", shared)), head(register_module("head", torch::nn::Linear(2, 1))) {
+    const at::NoGradGuard no_grad;
+    for (auto& parameter : head->parameters()) parameter.fill_(0.5);
+  }
+  at::Tensor forward(const at::Tensor& input) { return head->forward(at::tanh(encoder->forward(input))); }
+  Mlp encoder;
+  torch::nn::Linear head;
+};
+TORCH_MODULE(Headed);
+
+// two tasks, an encoder in common, a wrapper each.
+LOCKSTEP_THREAD_TEST(DdpWrapper, MayShareAnEncoderWithAnother, 2) {
+  const Warnings warnings;
+  const auto rows = [](int rank, int number) { return random_batch(3, 4, static_cast<uint64_t>(10 * rank + number)); };
+  auto encoder = mlp(kSizes);
+  Headed one(encoder);
+  Headed other(encoder);
+  at::Tensor sum = at::zeros({});
+  for (int rank = 0; rank < 2; ++rank) {
+    sum = sum + loss_of(one->forward(rows(rank, 0))) + loss_of(other->forward(rows(rank, 1)));
+  }
+  (sum / 2).backward();
+  auto expected = gradients_of(*one);
+  for (const auto& gradient : gradients_of(*other->head)) expected.push_back(gradient);
+
+  for (const auto& options : std::vector<DdpOptions>{{}, {.find_unused_parameters = true}}) {
+    DistributedDataParallel first(one, world.group(), options);
+    DistributedDataParallel second(other, world.group(), options);
+    const auto run_first = [&] { return loss_of(first(rows(world.rank(), 0))); };
+    const auto run_second = [&] { return loss_of(second(rows(world.rank(), 1))); };
+    const auto expect_both = [&] {
+      auto actual = gradients_of(*one);
+      for (const auto& gradient : gradients_of(*other->head)) actual.push_back(gradient);
+      expect_close(actual, expected);
+      zero_grads(*one);
+      zero_grads(*other);
+    };
+    zero_grads(*one);
+    zero_grads(*other);
+    for (int step = 0; step < 3; ++step) {
+      run_first().backward();
+      run_second().backward();
+      expect_both();
+      const auto early = run_first();
+      const auto late = run_second();
+      early.backward();
+      late.backward();
+      expect_both();
+      (run_first() + run_second()).backward();
+      expect_both();
+    }
+  }
+  EXPECT_EQ(warnings.count("not averaged"), 0);
 }
 
 }  // namespace
