@@ -34,6 +34,8 @@ void GradientHooks::add(const std::vector<at::Tensor>& parameters,
 }
 
 void GradientHooks::add_one(std::size_t index) {
+  // One that was frozen meanwhile has no accumulator.
+  if (!parameters_[index].requires_grad()) return;
   auto accumulator = torch::autograd::impl::grad_accumulator(parameters_[index]);
   const auto key = accumulator->add_post_hook(std::make_unique<ReadyHook>(on_ready_, index));
   index_of_[accumulator.get()] = index;
@@ -45,14 +47,18 @@ void GradientHooks::refresh() {
     auto& [accumulator, key] = hooks_[i];
     const auto now = torch::autograd::impl::try_get_grad_accumulator(parameters_[i]);
     if (now.get() == accumulator.get() || !parameters_[i].requires_grad()) continue;
-    accumulator->del_post_hook(key);
-    index_of_.erase(accumulator.get());
+    if (accumulator) {
+      accumulator->del_post_hook(key);
+      index_of_.erase(accumulator.get());
+    }
     add_one(i);
   }
 }
 
 void GradientHooks::remove() {
-  for (const auto& [accumulator, key] : hooks_) accumulator->del_post_hook(key);
+  for (const auto& [accumulator, key] : hooks_) {
+    if (accumulator) accumulator->del_post_hook(key);
+  }
   hooks_.clear();
   index_of_.clear();
   parameters_.clear();
