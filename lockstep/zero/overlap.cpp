@@ -43,6 +43,9 @@ void ZeroOverlap::attach(DdpEngine& ddp, bool shard_buckets) {
   auto& reducer = ddp.reducer_for("overlap with ZeRO");
   TORCH_CHECK(!ddp.options().skip_all_reduce_unused_params, who(),
               ": overlap_with_ddp needs every bucket in every backward, so not skip_all_reduce_unused_params");
+  // They are in no bucket, so nobody would step them.
+  TORCH_CHECK(ddp.options().delay_all_reduce_named_params.empty(), who(),
+              ": overlap_with_ddp steps buckets, which delay_all_reduce_named_params are not in. Use one of them.");
   if (is_attached_) {
     TORCH_CHECK(info_.shard_buckets == shard_buckets, who(), ": a hook was made for this optimizer with shard_buckets ",
                 info_.shard_buckets ? "on" : "off", ", and now it is ", shard_buckets ? "on" : "off");
