@@ -1,0 +1,90 @@
+#include "lockstep/testing/combinations/program.h"
+
+#include <sstream>
+
+#include "lockstep/base/env.h"
+#include "lockstep/base/str.h"
+#include "lockstep/testing/combinations/rules.h"
+
+namespace lockstep::testing::combinations {
+namespace {
+
+template <class Rows>
+Axis axis(const std::string& name, const Rows& rows) {
+  Axis result{name, {}};
+  for (const auto& row : rows) result.values.push_back(row.name);
+  return result;
+}
+
+std::string indented(const std::string& text, int spaces) {
+  std::istringstream lines(text);
+  std::string result;
+  for (std::string line; std::getline(lines, line);)
+    result += std::string(static_cast<std::size_t>(spaces), ' ') + line + "\n";
+  return result;
+}
+
+/// As C++, to be read.
+std::string text_of(const Program& program) {
+  const auto& [kind, way, wrapper, loop, event, has_uneven_inputs, zeroes_module, world_size] = program;
+  std::string text =
+      str("auto net = std::make_shared<", kind.type, ">();  // rank of ", world_size, "; see models.cpp\n");
+  if (kind.name == "two models") text += "// and a Generator the same way, with the loop of libtorch's DCGAN\n";
+  text += str("DistributedDataParallel ddp(net, group, {", wrapper.options, "});\n", indented(wrapper.text, 0));
+  text += str("const auto sgd = SGDOptions(0.1)", kind.is_sparse ? "" : ".momentum(0.9).weight_decay(0.01)", ";\n");
+  text += way.text + "\nfor (int epoch = 0; epoch < 2; ++epoch) {\n";
+  const auto joinables = way.name == "plain" || way.overlap ? "{&ddp}" : "{&ddp, &optimizer}";
+  const auto settings = way.name == "plain" ? ", {.on_mirrored_step = step_and_zero_grad}" : "";
+  if (has_uneven_inputs) text += str("  Join(", joinables, settings, ").run([&] {  // rank 0 has one batch\n");
+  text += "  for (auto& [a, b] : batches_of(rank, epoch)) {\n";
+  text += indented((zeroes_module ? "net->zero_grad();\n" : "optimizer.zero_grad();\n") + loop.text, 4);
+  if (!way.overlap) text += "    optimizer.step();\n";
+  text += str("  }\n", has_uneven_inputs ? "  });\n" : "");
+  if (!event.text.empty()) text += str("  if (epoch == 0) { ", event.text, " }\n");
+  return text + "}\n";
+}
+
+}  // namespace
+
+const Combinations& programs() {
+  static const Combinations all({axis("model", model_kinds()),
+                                 axis("way", ways()),
+                                 axis("wrapper", wrappers()),
+                                 axis("loop", loops()),
+                                 axis("event", events()),
+                                 {"inputs", {"even", "uneven"}},
+                                 {"zeroed by", {"optimizer", "module"}},
+                                 {"world", {"2", "1", "3"}}},
+                                program_rules());
+  return all;
+}
+
+int world_size_of(const Combination& combination) {
+  return std::stoi(programs().value(combination, "world"));
+}
+
+Program program_of(const Combination& combination) {
+  return {.kind = model_kinds()[combination[0]],
+          .way = ways()[combination[1]],
+          .wrapper = wrappers()[combination[2]],
+          .loop = loops()[combination[3]],
+          .event = events()[combination[4]],
+          .has_uneven_inputs = combination[5] == 1,
+          .zeroes_module = combination[6] == 1,
+          .world_size = world_size_of(combination)};
+}
+
+std::string description_of(const Combination& combination) {
+  return str("LOCKSTEP_COMBINATIONS=\"", programs().describe(combination), "\"\n", text_of(program_of(combination)));
+}
+
+std::vector<Combination> asked_for() {
+  const auto text = env("LOCKSTEP_COMBINATIONS").value_or("pairs");
+  if (text.find('=') != std::string::npos) return {programs().parse(text)};
+  const auto colon = text.find(':');
+  const auto seed = colon == std::string::npos ? 1 : parse_integer("LOCKSTEP_COMBINATIONS", text.substr(colon + 1));
+  const int strength = text.substr(0, colon) == "triples" ? 3 : 2;
+  return programs().covering(strength, static_cast<uint64_t>(seed));
+}
+
+}  // namespace lockstep::testing::combinations

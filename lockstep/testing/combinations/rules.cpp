@@ -1,0 +1,92 @@
+// What the library refuses, and what is no program at all. A combination that no rule is about must train.
+#include "lockstep/testing/combinations/rules.h"
+
+namespace lockstep::testing::combinations {
+namespace {
+
+constexpr auto kSenseless = Rule::Kind::kSenseless;
+
+/// All but those that are bound to one DistributedDataParallel.
+constexpr const char* kFreeWays = "way=plain|replicated|parameters|bucket views|elements";
+constexpr const char* kDividedWays = "way=parameters|bucket views|elements|gradients";
+constexpr const char* kMismatch = "All ranks must make the same calls in the same order";
+
+}  // namespace
+
+std::vector<Rule> program_rules() {
+  return {
+      // Unused parameters must be asked for. The error comes with the next forward, as Python's does.
+      {.when = {"model=branches by step|branches by rank",
+                "wrapper=default|gradient_as_bucket_view|mixed_precision|allreduce_hook|bf16_compress_hook|delayed"},
+       .text = "[lockstep/ddp]",
+       .is_late = true},
+      {.when = {"model=branches by step", "wrapper=static_graph"}, .text = "static_graph", .is_late = true},
+      {.when = {"model=opaque output", "wrapper=find_unused_parameters"}, .text = "return from forward() everything"},
+
+      // Frozen parameters are unused ones; those that are trainable now are in no bucket.
+      {.when =
+           {kFreeWays, "event=freeze",
+            "wrapper=default|static_graph|gradient_as_bucket_view|mixed_precision|allreduce_hook|bf16_compress_hook"},
+       .text = "[lockstep/ddp]",
+       .is_late = true},
+      {.when = {kFreeWays, "event=unfreeze", "world=2|3"}, .text = "last.weight"},
+
+      // Sharded gradients (docs/zero.md, "Stages").
+      {.when = {"way=gradients", "wrapper=gradient_as_bucket_view|mixed_precision|allreduce_hook|bf16_compress_hook"},
+       .text = "which cannot be together with"},
+      {.when = {"way=gradients", "wrapper=per_parameter|delayed"}, .text = "ZeroStage::kGradients"},
+      {.when = {"way=gradients", "model=sparse|complex"}, .text = "which cannot be together with"},
+      {.when = {"way=gradients", "event=freeze|unfreeze|unfreeze and wrap again|wrap again"},
+       .text = "ZeroStage::kGradients"},
+      {.when = {"way=gradients", "event=add group"}, .text = "is not in the optimizer"},
+
+      // Steps inside of backward (docs/zero.md, "What else holds").
+      {.when = {"way=overlap|interleaved", "wrapper=allreduce_hook|bf16_compress_hook|mixed_precision"},
+       .text = "comm hook"},
+      {.when = {"way=overlap|interleaved", "wrapper=per_parameter"}, .text = "needs buckets"},
+      {.when = {"way=overlap|interleaved", "wrapper=delayed"}, .text = "delay_all_reduce_named_params"},
+      {.when = {"way=overlap|interleaved", "model=sparse"}, .text = "sparse gradient"},
+      {.when = {"way=overlap|interleaved", "event=add group"}, .text = "is none of the optimizer's parameters"},
+      {.when = {"way=overlap|interleaved", "event=resume"}, .text = "is not possible yet"},
+      {.when = {"way=overlap|interleaved", "event=freeze"}, .text = "[lockstep/", .is_late = true},
+      {.when = {"way=overlap|interleaved", "event=unfreeze"}, .text = "overlap_with_ddp"},
+      {.when = {"way=overlap|interleaved", "event=unfreeze and wrap again|wrap again"}, .text = "another DDP"},
+      {.when = {"way=overlap|interleaved", "loop=accumulate synced|weight penalty|skipped step"},
+       .text = "every averaged backward is a step",
+       .kind = kSenseless},
+      {.when = {"way=overlap|interleaved", "loop=forward for the log", "model=batch norm"},
+       .text = "that forward sees the parameters of the next step, and its statistics are others",
+       .kind = kSenseless},
+      {.when = {"way=overlap|interleaved", "model=two models"},
+       .text = "the generator's backward averages the discriminator's gradients, and would step it",
+       .kind = kSenseless},
+
+      // Division of single parameters.
+      {.when = {"way=elements", "model=sparse"}, .text = "is sparse"},
+      {.when = {"way=parameters|bucket views|elements|gradients|overlap|interleaved", "model=shared storage"},
+       .text = "share"},
+
+      // Scopes in which ranks run out of inputs: there is one averaged backward for each averaged forward, and then one
+      // step (docs/join.md). What else live ranks do is noticed when others mirror something else.
+      {.when = {"inputs=uneven", "wrapper=per_parameter|delayed"}, .text = "cannot be in a Join scope with"},
+      {.when = {"inputs=uneven", "model=two models"}, .text = "[lockstep/join]"},
+      {.when =
+           {"inputs=uneven", "world=2|3",
+            "loop=several forwards|forward for the log|no_sync after synced|module throws|loss throws|backward throws"},
+       .text = kMismatch},
+      // By then ranks have stepped their shards.
+      {.when = {"inputs=uneven", "world=2|3", kDividedWays, "loop=accumulate synced|evaluation between|skipped step"},
+       .text = kMismatch,
+       .is_late = true},
+      {.when = {"inputs=uneven", "world=2|3", "way=plain|replicated", "loop=accumulate synced"}, .text = "Join"},
+      {.when = {"inputs=uneven", "world=2|3", "wrapper=static_graph", "model=branches by rank"},
+       .text = "a branch that only ranks without inputs take is not in every step",
+       .kind = kSenseless},
+
+      // Ways to reduce.
+      {.when = {"wrapper=per_parameter", "loop=weighted"}, .text = "a weighted backward needs buckets"},
+      {.when = {"wrapper=per_parameter", "model=sparse"}, .text = "is not dense"},
+  };
+}
+
+}  // namespace lockstep::testing::combinations
