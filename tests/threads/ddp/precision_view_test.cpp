@@ -392,7 +392,7 @@ LOCKSTEP_THREAD_TEST(DdpPrecisionView, AccumulatesInFullPrecision, 2) {
       backward_of(256);
     }
     backward_of(1);
-    EXPECT_TRUE(at::equal(ddp->layers[0]->weight.grad(), at::full({3, 4}, 257.0)));
+    EXPECT_TRUE(at::equal(ddp.module()->layers[0]->weight.grad(), at::full({3, 4}, 257.0)));
   }
 }
 
