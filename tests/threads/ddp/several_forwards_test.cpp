@@ -93,7 +93,7 @@ LOCKSTEP_THREAD_TEST(DdpSeveralForwards, LocalBackwardsMayComeBeforeASyncedOnes,
   EXPECT_EQ(warnings.count("not averaged"), 0);
 }
 
-// Python reduces the first of the backwards and leaves the others local.
+// DDP-43: Python reduces the first of the backwards and leaves the others local.
 LOCKSTEP_THREAD_TEST(DdpSeveralForwards, SyncedOnesMayHaveABackwardEach, 2) {
   const Warnings warnings;
   const auto both = whole_batch(mlp(kSizes), 2, [](auto& model, int rank) {

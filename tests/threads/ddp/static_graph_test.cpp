@@ -50,7 +50,7 @@ LOCKSTEP_THREAD_TEST(DdpFirstStaticBackward, IsFoundIfOutputsShowNoTensor, 2) {
   }
 }
 
-// D-3: a gradient penalty, and a gradient that nothing comes of.
+// DDP-43 for static graphs, D-3: a gradient penalty, and a gradient that nothing comes of.
 LOCKSTEP_THREAD_TEST(DdpFirstStaticBackward, IsNotAutogradGrad, 2) {
   const auto with_penalty = [](auto& model, const at::Tensor& rows) {
     const auto input = rows.clone().requires_grad_();

@@ -88,7 +88,7 @@ LOCKSTEP_THREAD_TEST(DdpWrapper, NamesLayersThatWereFrozen, 2) {
   barrier(world.group());
 }
 
-// whatever the mode; DDP-77 is about the sink.
+// DDP-77, A-10: whatever the mode.
 LOCKSTEP_THREAD_TEST(DdpWrapper, ThatIsGoneBeforeBackwardIsSaidSo, 2) {
   for (const auto& options : std::vector<DdpOptions>{{}, {.find_unused_parameters = true}, {.static_graph = true}}) {
     const Warnings quiet;
