@@ -192,6 +192,7 @@ void check_equals_plain(const Program& program, const World& world, const std::v
   }
 }
 
+/// What is wrong with a program that ended by `error`, or by none if that is empty.
 std::string judged(const std::vector<const Rule*>& refusals, const std::string& error, const std::string& change) {
   if (refusals.empty()) return error;
   const auto& rule = *refusals.front();
@@ -217,6 +218,8 @@ void run_program(const World& world, const Combination& combination) {
       if (rules.empty()) trainer.check_replicas();
       if (rules.empty() && program.way.equals_plain) check_equals_plain(program, world, trainer.hashes());
       problem = judged(rules, "", "");
+    } catch (const CheckFailure& wrong_numbers) {
+      problem = rules.empty() ? wrong_numbers.what() : str("it is not refused, and ", wrong_numbers.what());
     } catch (const std::exception& caught) {
       problem = judged(rules, lockstep::detail::message_of(caught), trainer.change_since_completed());
       // The one to report is the other rank's.
