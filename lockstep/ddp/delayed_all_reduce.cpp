@@ -89,7 +89,8 @@ void DelayedAllReduce::reset_gradients() {
     for (const auto& buffer : buffers_) buffer.zero_();
   }
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    if (!is_undefined(parameters_[i])) continue;
+    // A frozen one has no gradient: optimizers would decay it, or go on with its momentum.
+    if (!is_undefined(parameters_[i]) || !parameters_[i].second.requires_grad()) continue;
     if (!are_all_undefined) views_[i].zero_();
     parameters_[i].second.mutable_grad() = views_[i];
   }

@@ -214,21 +214,23 @@ void DdpEngine::check_parameters_unchanged() const {
            ". Wrap it again after such changes."));
 }
 
-void DdpEngine::warn_of_new_parameters() {
-  if (has_warned_of_new_parameters_) return;
+void DdpEngine::check_no_new_parameters() {
+  if (group_->getSize() == 1 || !c10::GradMode::is_enabled()) return;
   // Walking the module costs more than a forward may: seldom, unless a frozen parameter is so no longer.
   const bool is_power_of_two = (forwards_ & (forwards_ + 1)) == 0;
-  ++forwards_;
   const bool is_one_unfrozen =
       std::any_of(frozen_.begin(), frozen_.end(), [](const auto& tensor) { return tensor.requires_grad(); });
-  if (!is_power_of_two && !is_one_unfrozen) return;
-  const auto names = detail::names_of_new(managed_, detail::managed_parameters(*module_, ignored_));
-  if (names.empty()) return;
-  has_warned_of_new_parameters_ = true;
-  TORCH_WARN(who(),
-             ": these parameters began to require gradients, or came into the module, after it was wrapped: ", names,
-             ". Their gradients are not averaged, so the ranks' copies drift apart. Wrap the module again after ",
-             "such changes.");
+  const bool is_walked = is_power_of_two || is_one_unfrozen;
+  const auto names =
+      is_walked ? detail::names_of_new(managed_, detail::managed_parameters(*module_, ignored_)) : std::string();
+  if (names.empty()) {
+    ++forwards_;
+    return;
+  }
+  // Not counted, so that the next one is refused too.
+  fail(str(who(), ": these parameters began to require gradients, or came into the module, after it was wrapped: ",
+           names, ". Their gradients would not be averaged, and the ranks' copies would drift apart. Wrap the module ",
+           "again after such changes, or name what is meant to differ in params_and_buffers_to_ignore."));
 }
 
 void DdpEngine::set_up_once() {
@@ -239,7 +241,7 @@ void DdpEngine::set_up_once() {
 }
 
 void DdpEngine::pre_forward() {
-  warn_of_new_parameters();
+  check_no_new_parameters();
   if (per_parameter_) per_parameter_->refresh_hooks();
   if (delayed_) delayed_->refresh_hooks();
   if (!reducer_) return;

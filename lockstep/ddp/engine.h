@@ -111,7 +111,7 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   explicit DdpEngine(std::shared_ptr<torch::nn::Module> module, const DdpOptions& options);
   void sync_states(const std::vector<ParameterInfo>& infos);
   void check_parameters_unchanged() const;
-  void warn_of_new_parameters();
+  void check_no_new_parameters();
   /// A backward of `loss` would be: it goes through a synced forward.
   bool is_reduced(const at::Tensor& loss) const;
   void arm_reducer(const std::vector<at::Tensor*>& outputs);
@@ -156,7 +156,6 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   bool has_set_up_ = false;           // what is done in the first forward
   std::string steps_in_backward_by_;  // what makes optimizers step in backward; empty if nothing does
   int64_t forwards_ = 0;
-  bool has_warned_of_new_parameters_ = false;
 
   // Join. The options are those of the last scope.
   Joinable* joinable_ = nullptr;

@@ -29,7 +29,7 @@ std::vector<Rule> program_rules() {
             "wrapper=default|static_graph|gradient_as_bucket_view|mixed_precision|allreduce_hook|bf16_compress_hook"},
        .text = "[lockstep/ddp]",
        .is_late = true},
-      {.when = {kFreeWays, "event=unfreeze", "world=2|3"}, .text = "last.weight"},
+      {.when = {kFreeWays, "event=unfreeze", "world=2|3", kUndelayed}, .text = "after it was wrapped"},
 
       // Sharded gradients (docs/zero.md, "Stages").
       {.when = {"way=gradients", "wrapper=gradient_as_bucket_view|mixed_precision|allreduce_hook|bf16_compress_hook"},
