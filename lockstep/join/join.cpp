@@ -169,7 +169,8 @@ int64_t Join::progress() const {
 
 void Join::check_same_progress(const JoinTally& tally) const {
   // Between backward and step() live ranks may evaluate, while others have mirrored the step already.
-  if (tally.reducing_count() == 0 || tally.has_same_progress()) return;
+  const bool is_evaluation = tally.live_count() > 0 && tally.reducing_count() == 0;
+  if (is_evaluation || tally.has_same_progress()) return;
   std::vector<std::string> texts;
   for (const auto* joinable : joinables_) {
     const auto progress = joinable->join_progress();

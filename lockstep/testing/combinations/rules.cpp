@@ -9,6 +9,9 @@ constexpr auto kSenseless = Rule::Kind::kSenseless;
 /// All but those that are bound to one DistributedDataParallel.
 constexpr const char* kFreeWays = "way=plain|replicated|parameters|bucket views|elements";
 constexpr const char* kDividedWays = "way=parameters|bucket views|elements|gradients";
+constexpr const char* kUndelayed =
+    "wrapper=default|find_unused_parameters|static_graph|gradient_as_bucket_view|per_parameter|mixed_precision|"
+    "allreduce_hook|bf16_compress_hook";
 constexpr const char* kMismatch = "All ranks must make the same calls in the same order";
 
 }  // namespace
@@ -18,8 +21,9 @@ std::vector<Rule> program_rules() {
       // Unused parameters must be asked for. The error comes with the next forward, as Python's does.
       {.when = {"model=branches by step|branches by rank",
                 "wrapper=default|gradient_as_bucket_view|mixed_precision|allreduce_hook|bf16_compress_hook|delayed"},
-       .text = "[lockstep/ddp]",
+       .text = "[lockstep/",
        .is_late = true},
+      {.when = {"model=branches by rank", "wrapper=per_parameter", "world=2|3"}, .text = "per_parameter"},
       {.when = {"model=branches by step", "wrapper=static_graph"}, .text = "static_graph", .is_late = true},
       {.when = {"model=opaque output", "wrapper=find_unused_parameters"}, .text = "return from forward() everything"},
 
@@ -29,15 +33,16 @@ std::vector<Rule> program_rules() {
             "wrapper=default|static_graph|gradient_as_bucket_view|mixed_precision|allreduce_hook|bf16_compress_hook"},
        .text = "[lockstep/ddp]",
        .is_late = true},
-      {.when = {kFreeWays, "event=unfreeze", "world=2|3", kUndelayed}, .text = "after it was wrapped"},
+      {.when = {"event=unfreeze", "world=2|3", kUndelayed}, .text = "after it was wrapped"},
 
       // Sharded gradients (docs/zero.md, "Stages").
       {.when = {"way=gradients", "wrapper=gradient_as_bucket_view|mixed_precision|allreduce_hook|bf16_compress_hook"},
        .text = "which cannot be together with"},
       {.when = {"way=gradients", "wrapper=per_parameter|delayed"}, .text = "ZeroStage::kGradients"},
       {.when = {"way=gradients", "model=sparse|complex"}, .text = "which cannot be together with"},
-      {.when = {"way=gradients", "event=freeze|unfreeze|unfreeze and wrap again|wrap again"},
+      {.when = {"way=gradients", "event=freeze|unfreeze and wrap again|wrap again"},
        .text = "ZeroStage::kGradients"},
+      {.when = {"way=gradients", "event=unfreeze", "world=1"}, .text = "ZeroStage::kGradients"},
       {.when = {"way=gradients", "event=add group"}, .text = "is not in the optimizer"},
 
       // Steps inside of backward (docs/zero.md, "What else holds").
@@ -49,7 +54,10 @@ std::vector<Rule> program_rules() {
       {.when = {"way=overlap|interleaved", "event=add group"}, .text = "is none of the optimizer's parameters"},
       {.when = {"way=overlap|interleaved", "event=resume"}, .text = "is not possible yet"},
       {.when = {"way=overlap|interleaved", "event=freeze"}, .text = "[lockstep/", .is_late = true},
-      {.when = {"way=overlap|interleaved", "event=unfreeze"}, .text = "overlap_with_ddp"},
+      {.when = {"way=overlap|interleaved", "event=unfreeze", "world=1"}, .text = "overlap_with_ddp"},
+      {.when = {"way=overlap|interleaved", "loop=backward throws"},
+       .text = "optimizers in backward may have stepped",
+       .is_late = true},
       {.when = {"way=overlap|interleaved", "event=unfreeze and wrap again|wrap again"}, .text = "another DDP"},
       {.when = {"way=overlap|interleaved", "loop=accumulate synced|weight penalty|skipped step"},
        .text = "every averaged backward is a step",
@@ -79,6 +87,9 @@ std::vector<Rule> program_rules() {
        .text = kMismatch,
        .is_late = true},
       {.when = {"inputs=uneven", "world=2|3", "way=plain|replicated", "loop=accumulate synced"}, .text = "Join"},
+      {.when = {"inputs=uneven", "world=2|3", "way=replicated", "loop=skipped step"},
+       .text = "ranks have not stepped alike",
+       .is_late = true},
       {.when = {"inputs=uneven", "world=2|3", "wrapper=static_graph", "model=branches by rank"},
        .text = "a branch that only ranks without inputs take is not in every step",
        .kind = kSenseless},

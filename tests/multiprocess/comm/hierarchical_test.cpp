@@ -248,43 +248,14 @@ TEST(HierarchicalFailure, OfRanksOfOneHostThatDisagreeIsToldToAll) {
   });
 }
 
-/// Both hosts are of one mind in themselves: only the leaders can notice.
-TEST(HierarchicalFailure, OfHostsThatDisagreeIsToldToAll) {
-  const auto expect_disagreement = [](const std::function<void(const GroupPtr&, bool)>& collective,
-                                      const std::string& here, const std::string& there) {
-    testing::run_processes_in_gtest({.world_size = 4, .backend = "gloo"}, [&](const World& world) {
-      const auto group = group_on({0, 0, 1, 1}, world, 20s);
-      all_reduce(at::ones({3}), group);
-      expect_error([&] { collective(group, world.rank() >= 2); }, {"hosts disagree", here, there});
-    });
-  };
-  expect_disagreement(
-      [](const GroupPtr& group, bool is_other) { all_reduce(at::ones({4}, is_other ? at::kInt : at::kFloat), group); },
-      "4 Float", "4 Int");
-  expect_disagreement([](const GroupPtr& group,
-                         bool is_other) { all_reduce(at::ones({4}), group, is_other ? ReduceOp::MAX : ReduceOp::SUM); },
-                      "all_reduce(sum)", "all_reduce(max)");
-  expect_disagreement(
-      [](const GroupPtr& group, bool is_other) { all_reduce(at::ones({is_other ? 50'000 : 4}), group); }, "4 Float",
-      "50000 Float");
-  expect_disagreement(
-      [](const GroupPtr& group, bool is_other) { is_other ? barrier(group) : all_reduce(at::ones({4}), group); },
-      "barrier", "all_reduce(sum)");
-}
+/// A collective that ranks call in two ways, and words of the error that names both.
+struct Disagreement {
+  std::function<void(const GroupPtr& group, bool is_other)> collective;
+  std::vector<std::string> words;
+};
 
-//
-TEST(HierarchicalFailure, OfRanksThatAreAloneOnTheirHostsAndDisagreeIsToldToAll) {
-  using Collective = std::function<void(const GroupPtr& group, bool is_other)>;
-  struct Case {
-    Collective collective;
-    std::vector<std::string> words;
-  };
-  const auto gathered = [](const GroupPtr& group, int64_t size) {
-    std::vector<at::Tensor> outputs;
-    if (group->getRank() == 0) outputs.assign(3, at::empty({size}));
-    gather(at::ones({size}), outputs, 0, group);
-  };
-  const std::vector<Case> cases = {
+std::vector<Disagreement> disagreements() {
+  return {
       {[](const auto& group, bool is_other) { all_reduce(at::ones({4}, is_other ? at::kInt : at::kFloat), group); },
        {"4 Float", "4 Int"}},
       {[](const auto& group, bool is_other) {
@@ -293,37 +264,75 @@ TEST(HierarchicalFailure, OfRanksThatAreAloneOnTheirHostsAndDisagreeIsToldToAll)
        {"all_reduce(sum)", "all_reduce(max)"}},
       {[](const auto& group, bool is_other) { all_reduce(at::ones({is_other ? 50'000 : 4}), group); },
        {"4 Float", "50000 Float"}},
-      {[](const auto& group, bool is_other) { broadcast(at::ones({4}), is_other ? 1 : 0, group); },
-       {"root 0", "root 1"}},
       {[](const auto& group, bool is_other) {
          const int64_t size = is_other ? 6 : 4;
-         all_gather_into_tensor(at::empty({3 * size}), at::ones({size}), group);
+         all_gather_into_tensor(at::empty({group->getSize() * size}), at::ones({size}), group);
        },
        {"4 Float", "6 Float"}},
       {[](const auto& group, bool is_other) { is_other ? barrier(group) : all_reduce(at::ones({4}), group); },
        {"barrier", "all_reduce(sum)"}},
-      {[&](const auto& group, bool is_other) { gathered(group, is_other ? 6 : 4); }, {"4 Float", "6 Float"}},
-      {[&](const auto& group, bool is_other) { is_other ? all_reduce(at::ones({4}), group) : gathered(group, 4); },
-       {"gather", "all_reduce(sum)"}},
+  };
+}
+
+void gather_to_first(const GroupPtr& group, int64_t size) {
+  std::vector<at::Tensor> outputs;
+  for (int rank = 0; group->getRank() == 0 && rank < group->getSize(); ++rank) outputs.push_back(at::empty({size}));
+  gather(at::ones({size}), outputs, 0, group);
+}
+
+/// Among all ranks at once, whatever their hosts are.
+std::vector<Disagreement> disagreements_without_stages() {
+  return {
+      {[](const auto& group, bool is_other) { gather_to_first(group, is_other ? 6 : 4); }, {"4 Float", "6 Float"}},
+      {[](const auto& group, bool is_other) {
+         const auto dtype = is_other ? at::kInt : at::kFloat;
+         all_to_all_single(at::empty({4 * group->getSize()}, dtype), at::ones({4 * group->getSize()}, dtype), group);
+       },
+       {"4 Float", "4 Int"}},
       {[](const auto& group, bool is_other) {
          // The others' messages are right for each other, but not for this one.
-         const int64_t size = is_other ? 6 : 3;
+         const auto size = (is_other ? 2 : 1) * group->getSize();
          all_to_all_single(at::empty({size}), at::ones({size}), group);
        },
        {"1 Float", "2 Float"}},
   };
-  for (std::size_t i = 0; i < cases.size(); ++i) {
-    SCOPED_TRACE(i);
-    testing::run_processes_in_gtest({.world_size = 3, .backend = "gloo"}, [&](const World& world) {
-      const auto group = group_on({0, 1, 2}, world, 20s);
-      all_reduce(at::ones({3}), group);
-      const auto start = std::chrono::steady_clock::now();
-      auto words = cases[i].words;
-      words.push_back("ranks disagree");
-      expect_error([&] { cases[i].collective(group, world.rank() == 1); }, words);
-      EXPECT_LT(std::chrono::steady_clock::now() - start, 10s);
-    });
-  }
+}
+
+void expect_told(const Disagreement& disagreement, const Hosts& hosts, bool is_other, const std::string& who,
+                 const World& world) {
+  const auto group = group_on(hosts, world, 20s);
+  all_reduce(at::ones({3}), group);
+  auto words = disagreement.words;
+  words.push_back(who + " disagree");
+  const auto start = std::chrono::steady_clock::now();
+  expect_error([&] { disagreement.collective(group, is_other); }, words);
+  EXPECT_LT(std::chrono::steady_clock::now() - start, 10s);
+}
+
+/// Both hosts are of one mind in themselves: only the leaders can notice.
+TEST(HierarchicalFailure, OfHostsThatDisagreeIsToldToAll) {
+  testing::run_processes_in_gtest({.world_size = 4, .backend = "gloo"}, [](const World& world) {
+    for (const auto& each : disagreements()) expect_told(each, {0, 0, 1, 1}, world.rank() >= 2, "hosts", world);
+    for (const auto& each : disagreements_without_stages()) {
+      expect_told(each, {0, 0, 1, 1}, world.rank() == 1, "ranks", world);
+    }
+  });
+}
+
+//
+TEST(HierarchicalFailure, OfRanksThatAreAloneOnTheirHostsAndDisagreeIsToldToAll) {
+  testing::run_processes_in_gtest({.world_size = 3, .backend = "gloo"}, [](const World& world) {
+    auto all = disagreements();
+    for (auto& each : disagreements_without_stages()) all.push_back(std::move(each));
+    all.push_back({[](const auto& group, bool is_other) {
+                     is_other ? all_reduce(at::ones({4}), group) : gather_to_first(group, 4);
+                   },
+                   {"gather", "all_reduce(sum)"}});
+    // A host that has its own root's message would be content before its leader knows better.
+    all.push_back({[](const auto& group, bool is_other) { broadcast(at::ones({4}), is_other ? 1 : 0, group); },
+                   {"root 0", "root 1"}});
+    for (const auto& each : all) expect_told(each, {0, 1, 2}, world.rank() == 1, "ranks", world);
+  });
 }
 
 constexpr int kSawIt = 42;
@@ -332,12 +341,13 @@ void be_killed() {
   ::raise(SIGKILL);
 }
 
-/// Rank `victim` of four, two on each host, is lost by `doom`; all others must name it within `limit`.
+/// Rank `victim` of four, two on each host as a rule, is lost by `doom`; all others must name it within `limit`.
 void expect_all_hosts_name(int victim, const std::function<void()>& doom, std::chrono::milliseconds timeout,
-                           std::chrono::milliseconds limit, const std::function<void(const GroupPtr&)>& collective) {
+                           std::chrono::milliseconds limit, const std::function<void(const GroupPtr&)>& collective,
+                           const Hosts& hosts = {0, 0, 1, 1}) {
   const auto report = testing::run_processes_from_gtest(
       {.world_size = 4, .backend = "gloo", .timeout = 40s, .expected_exit_code = kSawIt}, [&](const World& world) {
-        const auto group = group_on({0, 0, 1, 1}, world, timeout);
+        const auto group = group_on(hosts, world, timeout);
         all_reduce(at::ones({3}), group);
         if (world.rank() == victim) {
           doom();
@@ -376,6 +386,11 @@ TEST(HierarchicalFailure, IsNamedInAnAllToAll) {
     const auto rows = at::empty({4, 5});
     for (int i = 0; i < 2; ++i) all_to_all_single(rows, at::ones({4, 5}), group);
   });
+}
+
+TEST(HierarchicalFailure, OfAKilledRankIsNamedByRanksThatAreAloneOnTheirHosts) {
+  expect_all_hosts_name(2, be_killed, 20s, 2500ms,
+                        [](const GroupPtr& group) { all_reduce(at::ones({100'000}), group); }, {0, 1, 2, 3});
 }
 
 TEST(HierarchicalFailure, OfAHungRankIsNamedAfterTheTimeout) {

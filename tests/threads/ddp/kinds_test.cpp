@@ -142,7 +142,8 @@ LOCKSTEP_THREAD_TEST(DdpKinds, LazilyConjugatedGradientsAreAveraged, 2) {
       for (int step = 0; step < 3; ++step) {
         zero_grads(ddp);
         ddp(input_for(world.rank())).sum().backward();
-        EXPECT_TRUE(at::allclose(at::view_as_real(ddp.module()->weight.grad().resolve_conj()), at::view_as_real(expected)));
+        EXPECT_TRUE(
+            at::allclose(at::view_as_real(ddp.module()->weight.grad().resolve_conj()), at::view_as_real(expected)));
       }
     }
   }
