@@ -16,4 +16,9 @@ namespace lockstep {
 /// Not told: ranks in gloo's reduce-scatter, which cannot be interrupted, and on NCCL those whose device waits.
 void announce_failure(const GroupPtr& group, const std::exception_ptr& cause) noexcept;
 
+/// For misuse that a rank notices by itself before anything was communicated, where the others may go on. If they
+/// notice it too, which takes them no longer than 0.8 s, nothing happens and the group stays usable; else as
+/// announce_failure(). Local; blocks until one of the two is known.
+void announce_refusal(const GroupPtr& group, const std::exception_ptr& cause) noexcept;
+
 }  // namespace lockstep

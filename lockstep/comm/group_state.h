@@ -53,6 +53,7 @@ struct GroupState {
 
   std::atomic<uint64_t> next_sequence = 0;  // of collectives launched by this rank
   std::atomic<uint64_t> next_subgroup = 0;
+  std::atomic<uint64_t> refusals = 0;  // see announce_refusal()
 
   std::atomic<bool> has_failed = false;  // failure is set
 

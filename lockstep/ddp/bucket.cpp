@@ -75,14 +75,15 @@ void Bucket::set_sparse_gradient(at::Tensor gradient, std::optional<at::Tensor> 
   sparse_rows_ = std::move(rows);
 }
 
-GradBucket Bucket::as_grad_bucket(std::size_t bucket_count, const at::Tensor& buffer) const {
+GradBucket Bucket::as_grad_bucket(std::size_t bucket_count, const at::Tensor& buffer, const GroupPtr& group) const {
   return GradBucket({.index = index_,
                      .bucket_count = bucket_count,
                      .buffer = buffer,
                      .offsets = offsets_,
                      .lengths = lengths_,
                      .parameters = parameters_,
-                     .sparse_rows = sparse_rows_});
+                     .sparse_rows = sparse_rows_,
+                     .group = group.get()});
 }
 
 void note_bucket(const Bucket& bucket, const char* state, std::size_t bytes) {

@@ -42,7 +42,7 @@ class Bucket {
   const std::optional<at::Tensor>& sparse_rows() const { return sparse_rows_; }
 
   /// As hooks see it.
-  GradBucket as_grad_bucket(std::size_t bucket_count, const at::Tensor& buffer) const;
+  GradBucket as_grad_bucket(std::size_t bucket_count, const at::Tensor& buffer, const GroupPtr& group) const;
 
   /// How far it has come in one backward; the reducer's, and its sink's.
   struct Progress {

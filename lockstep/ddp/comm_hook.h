@@ -32,6 +32,9 @@ class GradBucket {
     std::vector<at::Tensor> parameters = {};
     /// Row ids of a sparse gradient's buffer, if they were set beforehand.
     std::optional<at::Tensor> sparse_rows = std::nullopt;
+    /// Not kept alive, not even weakly: a future may be the last to hold its bucket, on a thread of the group, which
+    /// could not end itself there.
+    c10d::ProcessGroup* group = nullptr;
   };
   explicit GradBucket(Parts parts) : parts_(std::move(parts)) {}
 
@@ -48,6 +51,9 @@ class GradBucket {
   /// In the order of gradients().
   const std::vector<at::Tensor>& parameters() const { return parts_.parameters; }
   const std::optional<at::Tensor>& sparse_rows() const { return parts_.sparse_rows; }
+  /// The wrapper's: over whose ranks the gradients are to be averaged. Null if no wrapper made the bucket. To be asked
+  /// while the hook runs, not by futures.
+  GroupPtr group() const { return parts_.group != nullptr ? GroupPtr::reclaim_copy(parts_.group) : nullptr; }
 
  private:
   Parts parts_;
@@ -59,6 +65,8 @@ struct CommHook {
   /// Asked at registration, with the wrapper's group and device: throws if these cannot do what the hook needs. May be
   /// collective.
   std::function<void(const GroupPtr& group, c10::Device device)> check = nullptr;
+  /// Told when it has been registered. Hooks that wrap others pass it on.
+  std::function<void()> on_registered = nullptr;
 };
 
 /// Called as hook(bucket).

@@ -21,7 +21,7 @@ CommHook compress_hook(const std::string& name, at::ScalarType dtype, const Grou
   return {.name = name, .run = [dtype, group](GradBucket& bucket) {
             const at::NoGradGuard no_grad;
             const auto& buffer = bucket.buffer();
-            return then(detail::average_future(buffer.to(dtype), group),
+            return then(detail::average_future(buffer.to(dtype), detail::group_for(bucket, group)),
                         [buffer](const at::Tensor& result) { return decompressed(buffer, result); });
           }};
 }
@@ -37,15 +37,17 @@ CommHook compress_wrapper(const std::string& name, at::ScalarType dtype, const C
     return then(future,
                 [buffer = bucket.buffer(), low](const at::Tensor& result) { return decompressed(buffer, result); });
   };
-  return {.name = str(name, "(", hook.name, ")"), .run = run, .check = hook.check};
+  return {.name = str(name, "(", hook.name, ")"), .run = run, .check = hook.check, .on_registered = hook.on_registered};
 }
 
 }  // namespace
 
 namespace detail {
 
-GroupPtr group_or_default(GroupPtr group) {
-  return group ? std::move(group) : default_group();
+GroupPtr group_for(const GradBucket& bucket, const GroupPtr& group) {
+  if (group) return group;
+  auto of_wrapper = bucket.group();
+  return of_wrapper ? of_wrapper : default_group();
 }
 
 FuturePtr average_future(const at::Tensor& tensor, const GroupPtr& group) {
@@ -74,20 +76,19 @@ void check_can_sum(const std::string& what, at::ScalarType dtype, const GroupPtr
 }  // namespace detail
 
 CommHook allreduce_hook(GroupPtr group) {
-  return {.name = "allreduce_hook", .run = [group = detail::group_or_default(std::move(group))](GradBucket& bucket) {
-            return detail::average_future(bucket.buffer(), group);
+  return {.name = "allreduce_hook", .run = [group = std::move(group)](GradBucket& bucket) {
+            return detail::average_future(bucket.buffer(), detail::group_for(bucket, group));
           }};
 }
 
-CommHook fp16_compress_hook(GroupPtr group) {
-  return compress_hook("fp16_compress_hook", at::kHalf, detail::group_or_default(std::move(group)));
+CommHook fp16_compress_hook(GroupPtr group) {  // NOLINT(performance-unnecessary-value-param)
+  return compress_hook("fp16_compress_hook", at::kHalf, group);
 }
 
 CommHook bf16_compress_hook(GroupPtr group) {
-  group = detail::group_or_default(std::move(group));
   auto hook = compress_hook("bf16_compress_hook", at::kBFloat16, group);
-  hook.check = [group, name = hook.name](const GroupPtr& /*group*/, c10::Device device) {
-    detail::check_can_sum(name, at::kBFloat16, group, device);
+  hook.check = [group, name = hook.name](const GroupPtr& of_wrapper, c10::Device device) {
+    detail::check_can_sum(name, at::kBFloat16, group ? group : of_wrapper, device);
   };
   return hook;
 }

@@ -33,8 +33,9 @@ CommHook builtin_hook(BuiltinCommHookType type, GroupPtr group = nullptr);
 
 namespace detail {
 
-/// `group`, or the default one if it is null.
-GroupPtr group_or_default(GroupPtr group);
+/// `group`; if it is null, the group of the wrapper that made the bucket, else the default one. (Python takes the
+/// default one, and averages over ranks that do not take part if the wrapper has a smaller group.)
+GroupPtr group_for(const GradBucket& bucket, const GroupPtr& group);
 
 /// Divides `tensor` by the number of ranks, in place, and sums it. Dividing first keeps small types from overflowing.
 FuturePtr average_future(const at::Tensor& tensor, const GroupPtr& group);

@@ -124,6 +124,7 @@ DdpEngine::DdpEngine(std::shared_ptr<torch::nn::Module> module, const DdpOptions
   } else {
     make_reducer();
   }
+  averaged_.emplace(managed_.tensors, *this);
 }
 
 void DdpEngine::make_reducer() {

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/ddp/averaging_group.h"
 #include "lockstep/ddp/buffer_sync.h"
 #include "lockstep/ddp/comm_hook.h"
 #include "lockstep/ddp/module_checks.h"
@@ -138,6 +139,7 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   NamedTensors parameters_;  // not ignored, frozen ones too
   detail::ManagedParameters managed_;
   std::vector<at::Tensor> frozen_;  // when it was wrapped
+  std::optional<detail::AveragedParameters> averaged_;
   detail::ModuleTraits traits_;
   bool has_forward_buffers_ = true;  // buffers are synced before each forward
   bool has_initial_buffers_ = true;

@@ -16,6 +16,8 @@ class GradientScatter {
 
   /// What the buffer of a bucket must hold: its gradients, or more.
   virtual int64_t buffer_elements(std::size_t bucket) const = 0;
+  /// The first of the bucket's gradients is in its .grad; afterwards all are taken from there.
+  virtual void begin_bucket(std::size_t bucket) = 0;
   /// The bucket's gradients are at the beginning of `buffer`, divided. Starts the reduction; nobody touches the buffer
   /// until wait_for().
   virtual void launch(std::size_t bucket, const at::Tensor& buffer) = 0;

@@ -46,7 +46,10 @@ CommHook hook_then_optimizer(const CommHook& hook, StepParameter step,
       return result;
     });
   };
-  return {.name = str("hook_then_optimizer(", hook.name, ")"), .run = run, .check = hook.check};
+  return {.name = str("hook_then_optimizer(", hook.name, ")"),
+          .run = run,
+          .check = hook.check,
+          .on_registered = hook.on_registered};
 }
 
 }  // namespace lockstep

@@ -1,69 +1,70 @@
 #include "lockstep/ddp/per_parameter_reduction.h"
 
-#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>
 
 #include <utility>
 
-#include "lockstep/base/str.h"
-#include "lockstep/comm/agreement.h"
 #include "lockstep/comm/call_label.h"
 #include "lockstep/comm/collectives.h"
 
 namespace lockstep::detail {
-namespace {
-
-/// Equal on two ranks if their lists are, as good as certainly.
-int64_t hash_of(const std::vector<std::size_t>& indices) {
-  uint64_t hash = 0xcbf29ce484222325;
-  for (const auto index : indices) hash = (hash ^ index) * 0x100000001b3;
-  return static_cast<int64_t>(hash >> 1);  // its negative is a number too
-}
-
-}  // namespace
 
 PerParameterReduction::PerParameterReduction(std::vector<at::Tensor> parameters, GroupPtr group,
                                              std::function<bool()> is_enabled)
-    : parameters_(std::move(parameters)), group_(std::move(group)), is_enabled_(std::move(is_enabled)) {
+    : parameters_(std::move(parameters)),
+      group_(std::move(group)),
+      is_enabled_(std::move(is_enabled)),
+      is_ready_(parameters_.size()) {
   hooks_.add(parameters_, [this](std::size_t index) { on_gradient(index); });
+}
+
+void PerParameterReduction::refresh_hooks() {
+  hooks_.refresh();
+  const std::lock_guard lock(mutex_);
+  is_ready_.assign(parameters_.size(), false);
+  is_queued_ = false;
 }
 
 void PerParameterReduction::on_gradient(std::size_t index) {
   const auto& parameter = parameters_[index];
   if (!is_enabled_() || !parameter.grad().defined()) return;
   const at::NoGradGuard no_grad;
-  auto& gradient = parameter.mutable_grad();
-  for (const auto& hook : user_hooks_) hook(gradient, parameter);
+  for (const auto& hook : user_hooks_) hook(parameter.mutable_grad(), parameter);
   if (!user_hooks_.empty()) return;
-  note(index);
-  const LabelScope label({"DDP parameter", static_cast<int>(index)});
-  const auto sum = gradient.div(group_->getSize());
-  all_reduce(sum, group_);
-  gradient.copy_(sum);
+  const std::lock_guard lock(mutex_);
+  is_ready_[index] = true;
+  if (std::exchange(is_queued_, true)) return;
+  torch::autograd::Engine::get_default_engine().queue_callback([this] { reduce_all(); });
 }
 
-void PerParameterReduction::note(std::size_t index) {
-  if (group_->getSize() == 1) return;
-  if (!backward_) {
-    backward_ = std::make_shared<Indices>();
-    // If backward throws, the callback is dropped, and with it the order so far.
-    torch::autograd::Engine::get_default_engine().queue_callback(
-        [this, order = std::weak_ptr<Indices>(backward_)] { if (order.lock()) compare_orders(); });
+void PerParameterReduction::reduce_all() {
+  const at::NoGradGuard no_grad;
+  const std::lock_guard lock(mutex_);
+  auto is_used = at::zeros({static_cast<int64_t>(parameters_.size())}, at::kInt);
+  for (std::size_t i = 0; i < is_ready_.size(); ++i) is_used.mutable_data_ptr<int32_t>()[i] = is_ready_[i] ? 1 : 0;
+  is_ready_.assign(parameters_.size(), false);
+  is_queued_ = false;
+  const auto on_device = is_used.to(parameters_[0].device());
+  {
+    const LabelScope label({"DDP's used parameters"});
+    all_reduce(on_device, group_, ReduceOp::MAX);
   }
-  backward_->push_back(index);
-}
-
-void PerParameterReduction::compare_orders() {
-  const auto order = std::exchange(backward_, nullptr);
-  const LabelScope label({"DDP's order of gradients"});
-  const auto hash = hash_of(*order);
-  const auto extremes = at::tensor({hash, -hash}, at::kLong).to(parameters_[0].device());
-  all_reduce(extremes, group_, ReduceOp::MAX);
-  const auto both = extremes.cpu();
-  if (both[0].item<int64_t>() == -both[1].item<int64_t>()) return;
-  check_same_on_all_ranks("DistributedDataParallel with per_parameter: which gradients came, in which order",
-                          Facts{{"parameters by index", join(*order, ", ")}}, group_);
+  is_used = on_device.cpu();
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (is_used.const_data_ptr<int32_t>()[i] == 0) continue;
+    auto& gradient = parameters_[i].mutable_grad();
+    const LabelScope label({"DDP parameter", static_cast<int>(i)});
+    const auto sum = gradient.defined() ? gradient.div(group_->getSize()) : at::zeros_like(parameters_[i]);
+    all_reduce(sum, group_);
+    if (gradient.defined()) {
+      gradient.copy_(sum);
+    } else {
+      gradient = sum;
+    }
+  }
 }
 
 }  // namespace lockstep::detail

@@ -1,11 +1,13 @@
-// Averages each gradient on its own when it is there: no buckets, no order but that of the graph, which must be the same
-// on all ranks. For programs that fuse communication themselves. Internal to ddp.
+// Averages each gradient on its own: no buckets. For programs that fuse communication themselves. Internal to ddp.
+//
+// Gradients come in the order of the graph, which may differ between ranks, and some may come on some ranks only. So
+// the ranks reduce them when backward ends, in the order of the parameters, those that any of them has.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <functional>
-#include <memory>
+#include <mutex>
 #include <vector>
 
 #include "lockstep/comm/group.h"
@@ -21,29 +23,24 @@ class PerParameterReduction {
   /// `is_enabled` is asked at every gradient.
   PerParameterReduction(std::vector<at::Tensor> parameters, GroupPtr group, std::function<bool()> is_enabled);
 
-  /// Before every forward; see GradientHooks. Nothing is left of a backward that threw.
-  void refresh_hooks() {
-    hooks_.refresh();
-    backward_.reset();
-  }
+  /// Before every forward; see GradientHooks. Of a backward that failed nothing is left.
+  void refresh_hooks();
+  /// Called in place of the reduction, with each gradient when it is there.
   void add_hook(ParameterHook hook) { user_hooks_.push_back(std::move(hook)); }
 
  private:
-  using Indices = std::vector<std::size_t>;
-
   void on_gradient(std::size_t index);
-  /// Of a backward, in the order they come.
-  void note(std::size_t index);
-  /// Throws on all ranks if the backward brought other gradients to some, or in another order: sums of equal size would
-  /// have been taken crosswise. Collective, at the end of each.
-  void compare_orders();
+  void reduce_all();
 
   const std::vector<at::Tensor> parameters_;
   const GroupPtr group_;
   const std::function<bool()> is_enabled_;
   std::vector<ParameterHook> user_hooks_;
   GradientHooks hooks_;
-  std::shared_ptr<Indices> backward_;  // from its first gradient to its end
+
+  std::mutex mutex_;            // engine threads may race
+  std::vector<bool> is_ready_;  // in this backward
+  bool is_queued_ = false;
 };
 
 }  // namespace detail

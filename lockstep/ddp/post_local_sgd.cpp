@@ -11,10 +11,10 @@ GroupPtr PostLocalSGDState::next_group(const GradBucket& bucket) {
     if (bucket.is_last() && ++iter_ == options_.start_local_sgd_iter) {
       LOG(INFO) << "[lockstep/ddp] local SGD starts after " << iter_ << " steps";
     }
-    return detail::group_or_default(options_.process_group);
+    return detail::group_for(bucket, options_.process_group);
   }
   if (!options_.post_local_gradient_allreduce) return nullptr;
-  if (!options_.subgroup) options_.subgroup = new_host_group(detail::group_or_default(options_.process_group));
+  if (!options_.subgroup) options_.subgroup = new_host_group(detail::group_for(bucket, options_.process_group));
   return options_.subgroup;
 }
 

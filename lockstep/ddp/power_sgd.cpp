@@ -198,7 +198,7 @@ std::vector<Factored> factor(const std::vector<Shape>& shapes, bool is_batched, 
 FuturePtr run_power_sgd(PowerSGDState& state, GradBucket& bucket) {
   const at::NoGradGuard no_grad;
   const auto& options = state.options();
-  const auto group = state.group();
+  const auto group = state.group_for(bucket);
   const auto& buffer = bucket.buffer();
   const bool is_sparse = buffer.is_sparse() || bucket.sparse_rows();
   if (!state.compresses() || is_sparse) {
@@ -264,7 +264,7 @@ FuturePtr run_power_sgd(PowerSGDState& state, GradBucket& bucket) {
 FuturePtr run_batched_power_sgd(PowerSGDState& state, GradBucket& bucket) {
   const at::NoGradGuard no_grad;
   const auto& options = state.options();
-  const auto group = state.group();
+  const auto group = state.group_for(bucket);
   const auto& buffer = bucket.buffer();
   const bool is_sparse = buffer.is_sparse() || bucket.sparse_rows();
   if (!state.compresses() || is_sparse || buffer.numel() == 0) {

@@ -101,7 +101,7 @@ std::shared_ptr<PowerSGDState> PowerSGDState::load(const std::string& bytes, Gro
   const auto saved = value.toGenericDict();
   const auto integer = [&](const char* name) { return value_of(saved, name).toInt(); };
   auto state = std::make_shared<PowerSGDState>(
-      PowerSGDOptions{.process_group = detail::group_or_default(std::move(group)),
+      PowerSGDOptions{.process_group = std::move(group),
                       .matrix_approximation_rank = integer("matrix_approximation_rank"),
                       .start_power_sgd_iter = integer("start_powerSGD_iter"),
                       .min_compression_rate = value_of(saved, "min_compression_rate").toDouble(),
@@ -130,7 +130,11 @@ std::shared_ptr<PowerSGDState> PowerSGDState::load(const std::string& bytes, Gro
 }
 
 GroupPtr PowerSGDState::group() const {
-  return detail::group_or_default(options_.process_group);
+  return options_.process_group ? options_.process_group : default_group();
+}
+
+GroupPtr PowerSGDState::group_for(const GradBucket& bucket) const {
+  return detail::group_for(bucket, options_.process_group);
 }
 
 void PowerSGDState::count(const GradBucket& bucket) {

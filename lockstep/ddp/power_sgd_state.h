@@ -87,7 +87,10 @@ class PowerSGDState {
 
   // ---- for the hooks, which are called one after the other ----
 
+  /// The one that was given, else the default one.
   GroupPtr group() const;
+  /// The one that was given, else that of the wrapper whose bucket it is.
+  GroupPtr group_for(const GradBucket& bucket) const;
   bool compresses() const { return iter_ >= options_.start_power_sgd_iter; }
   /// A bucket was seen; Python's maybe_increase_iter().
   void count(const GradBucket& bucket);

@@ -76,8 +76,8 @@ FuturePtr run_quantized(const GradBucket& bucket, const GroupPtr& group, int64_t
 }
 
 CommHook quantization_hook(const std::string& name, GroupPtr group, int64_t row_length) {
-  return {.name = name, .run = [group = detail::group_or_default(std::move(group)), row_length](GradBucket& bucket) {
-            return run_quantized(bucket, group, row_length);
+  return {.name = name, .run = [group = std::move(group), row_length](GradBucket& bucket) {
+            return run_quantized(bucket, detail::group_for(bucket, group), row_length);
           }};
 }
 

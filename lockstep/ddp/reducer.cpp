@@ -201,6 +201,7 @@ void Reducer::take(std::size_t index) {
   }
   if (!step_.has_begun) record_.ready_order.clear();  // the last backward's
   if (!std::exchange(step_.has_marked_unused, true)) {
+    forget_abandoned_marks();
     step_.marks_unused_at_end = searches_unused() && others_may_add_gradients();
     if (!step_.marks_unused_at_end) mark_unused();
   }
@@ -216,6 +217,17 @@ void Reducer::take(std::size_t index) {
   record_.ready_order.push_back(index);
   if (should_rebuild_buckets()) order_.add(index);
   mark_ready(index);
+}
+
+void Reducer::forget_abandoned_marks() {
+  if (!searches_unused()) return;
+  for (std::size_t i = 0; i < setup_.parameters.size(); ++i) {
+    if (!unused_.used.is_marked(i)) continue;
+    step_.terms.access.with_gradient(setup_.parameters[i], [&](at::Tensor& grad) {
+      if (!grad.defined()) unused_.used.unmark(i);
+      return false;
+    });
+  }
 }
 
 void Reducer::check_not_ready_twice(std::size_t index) {

@@ -185,6 +185,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     std::vector<FuturePtr> installed_futures = {};
   };
 
+  void set_comm_hook(CommHook hook);
+
   /// The backward that runs, with those inside of it: begun by the first output or gradient it comes to.
   struct Run {
     bool is_open = false;                     // its end has not come
@@ -230,6 +232,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   detail::UsedMap* used_map();
   void mark_ready(std::size_t index);
   void check_not_ready_twice(std::size_t index);
+  /// Marks of local backwards whose gradients the program has dropped since.
+  void forget_abandoned_marks();
   void launch_ready_buckets();
   void launch(detail::Bucket& bucket);
   void attach_buffer(detail::Bucket& bucket);

@@ -60,6 +60,13 @@ void Reducer::use_plan(BucketPlan plan) {
 }
 
 void Reducer::register_comm_hook(CommHook hook) {
+  const auto on_registered = hook.on_registered;
+  set_comm_hook(std::move(hook));
+  // Without the lock: it may have more to set.
+  if (on_registered) on_registered();
+}
+
+void Reducer::set_comm_hook(CommHook hook) {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK(hook.run, setup_.who(), ": register_comm_hook was given no hook");
   TORCH_CHECK(hook_slot_taken_by_.empty(), setup_.who(), ": a comm hook cannot be registered: ", hook_slot_taken_by_);
@@ -172,7 +179,7 @@ std::vector<GradBucket> Reducer::get_grad_buckets(bool return_zero_tensors) {
     if (return_zero_tensors) {
       buffer = bucket.is_sparse() ? at::zeros_like(bucket.parameter(0)).to_sparse(1) : at::zeros_like(buffer);
     }
-    result.push_back(bucket.as_grad_bucket(buckets_.size(), buffer));
+    result.push_back(bucket.as_grad_bucket(buckets_.size(), buffer, setup_.group));
   }
   return result;
 }

@@ -20,6 +20,7 @@ ScatterSink::ScatterSink(const ReducerSetup& setup, std::shared_ptr<GradientScat
 
 void ScatterSink::attach_buffer(Bucket& bucket) {
   if (bucket.buffer().defined()) return;
+  scatter_->begin_bucket(bucket.index());
   bucket.attach_buffer(pool_.acquire(bucket.buffer_options(), [this] { return wait_for_oldest(); }));
 }
 

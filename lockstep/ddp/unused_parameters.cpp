@@ -63,6 +63,10 @@ int UsedMap::kept_by(std::size_t parameter) const {
   return marks_.const_data_ptr<int32_t>()[parameter] / kKept;
 }
 
+void UsedMap::unmark(std::size_t parameter) {
+  marks_.mutable_data_ptr<int32_t>()[parameter] = 0;
+}
+
 bool UsedMap::is_marked(std::size_t parameter) const {
   return marks_.const_data_ptr<int32_t>()[parameter] % kKept != 0;
 }

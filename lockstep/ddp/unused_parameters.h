@@ -27,6 +27,7 @@ class UsedMap {
   void mark(std::size_t parameter);
   /// Not used, but this rank has a gradient of it: zeros, or that of an earlier step. For ranks that mirror the step.
   void mark_kept(std::size_t parameter);
+  void unmark(std::size_t parameter);
   /// Adds up the marks of all ranks. Collective; does not wait.
   void launch(const GroupPtr& group);
   /// By any rank. Local and quick if this rank has; else waits for the others' marks.

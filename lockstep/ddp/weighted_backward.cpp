@@ -14,6 +14,7 @@
 #include "lockstep/base/str.h"
 #include "lockstep/comm/call_label.h"
 #include "lockstep/comm/collectives.h"
+#include "lockstep/nn/gradient_access.h"
 
 namespace lockstep::detail {
 namespace {
@@ -28,7 +29,8 @@ void multiply_gradients(const std::vector<at::Tensor>& parameters, double factor
   const at::NoGradGuard no_grad;
   for (const auto& parameter : parameters) {
     auto& grad = parameter.mutable_grad();
-    if (grad.defined()) grad.mul_(factor);
+    // Slices of earlier averages are added to, not averaged again.
+    if (grad.defined() && !is_stand_in(grad)) grad.mul_(factor);
   }
 }
 

@@ -13,6 +13,12 @@ class DistAutogradContext;
 
 namespace lockstep::detail {
 
+/// Whether this only stands in for a gradient that is divided among ranks and kept elsewhere: then there is nothing in
+/// it to be averaged or scaled.
+inline bool is_stand_in(const at::Tensor& gradient) {
+  return gradient.defined() && gradient.layout() == at::kStrided && !gradient.has_storage();
+}
+
 /// Where the gradients of one backward are. Cheap to copy.
 class GradientAccess {
  public:

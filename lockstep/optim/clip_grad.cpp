@@ -19,6 +19,7 @@
 #include <limits>
 
 #include "lockstep/comm/collectives.h"
+#include "lockstep/comm/failure_notice.h"
 #include "lockstep/comm/world.h"
 
 namespace lockstep {
@@ -32,13 +33,43 @@ std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters) 
   return gradients;
 }
 
+/// Gradients by how they are divided: whole ones first, then those that stand-ins stand for.
+std::vector<GradientShard> shards_of(const std::vector<at::Tensor>& gradients) {
+  std::vector<GradientShard> shards(1);
+  for (const auto& gradient : gradients) {
+    const auto* stand_in = GradientStandIn::of(gradient);
+    if (stand_in == nullptr) {
+      shards.front().gradients.push_back(gradient);
+      continue;
+    }
+    auto part = stand_in->shard();
+    auto found = std::find_if(shards.begin() + 1, shards.end(),
+                              [&](const GradientShard& each) { return each.groups == part.groups; });
+    if (found == shards.end()) {
+      shards.push_back(std::move(part));
+    } else {
+      found->gradients.insert(found->gradients.end(), part.gradients.begin(), part.gradients.end());
+    }
+  }
+  return shards;
+}
+
+/// What norms are computed of and factors are multiplied into.
+at::Tensor dense_values_of(const at::Tensor& gradient) {
+  return gradient.is_sparse() ? gradient._values() : gradient;
+}
+
 at::Tensor local_norm(const std::vector<at::Tensor>& tensors, const NormOptions& options) {
   if (tensors.empty()) return at::zeros({}, at::TensorOptions(options.device));
+  std::vector<at::Tensor> values;
+  values.reserve(tensors.size());
+  // Rows that come several times count as their sum.
+  for (const auto& tensor : tensors) values.push_back(dense_values_of(tensor.is_sparse() ? tensor.coalesce() : tensor));
   std::vector<at::Tensor> norms;
   if (options.foreach) {
-    norms = at::_foreach_norm(tensors, options.norm_type);
+    norms = at::_foreach_norm(values, options.norm_type);
   } else {
-    for (const auto& tensor : tensors) norms.push_back(at::linalg_vector_norm(tensor, options.norm_type));
+    for (const auto& each : values) norms.push_back(at::linalg_vector_norm(each, options.norm_type));
   }
   for (auto& norm : norms) norm = norm.to(tensors.front().device());
   return at::linalg_vector_norm(at::stack(norms), options.norm_type);
@@ -124,9 +155,19 @@ at::Tensor get_total_norm(const std::vector<at::Tensor>& tensors, const NormOpti
   auto of_shards = options;
   of_shards.process_group.reset();
   if (!tensors.empty()) of_shards.device = tensors.front().device();
-  GradientShard shard{.gradients = tensors};
-  if (options.process_group) shard.groups = {*options.process_group ? *options.process_group : default_group()};
-  return get_total_norm_of_shards({shard}, of_shards);
+  for (const auto& tensor : tensors) {
+    if (const auto* stand_in = GradientStandIn::of(tensor)) stand_in->check_can_be_summed();
+  }
+  auto shards = shards_of(tensors);
+  TORCH_CHECK(shards.size() == 1 || !options.process_group,
+              "[lockstep/optim] some of these gradients are divided over groups of their own, which are known. Leave ",
+              "NormOptions::process_group out.");
+  if (options.process_group) {
+    shards.front().groups = {*options.process_group ? *options.process_group : default_group()};
+  } else if (shards.front().gradients.empty() && shards.size() > 1) {
+    shards.erase(shards.begin());
+  }
+  return get_total_norm_of_shards(shards, of_shards);
 }
 
 at::Tensor get_total_norm_of_shards(const std::vector<GradientShard>& shards, const NormOptions& options) {
@@ -141,8 +182,19 @@ at::Tensor get_total_norm_of_shards(const std::vector<GradientShard>& shards, co
     const NormOfParts parts(options.norm_type);
     at::Tensor total;
     auto dtype = at::kFloat;
-    for (const auto& shard : shards) {
-      const auto local = local_norm(shard.gradients, options);
+    std::vector<at::Tensor> locals;
+    try {
+      for (const auto& shard : shards) locals.push_back(local_norm(shard.gradients, options));
+    } catch (...) {
+      // The other ranks would wait for this one's part.
+      for (const auto& shard : shards) {
+        for (const auto& group : shard.groups) announce_refusal(group, std::current_exception());
+      }
+      throw;
+    }
+    for (std::size_t i = 0; i < shards.size(); ++i) {
+      const auto& shard = shards[i];
+      const auto& local = locals[i];
       if (!shard.gradients.empty()) dtype = local.scalar_type();
       auto contribution = parts.contribution(local, shard.gradients.empty(), options.device);
       for (const auto& group : shard.groups) parts.reduce(contribution, group);
@@ -156,7 +208,7 @@ at::Tensor get_total_norm_of_shards(const std::vector<GradientShard>& shards, co
 
 void clip_grads_with_norm_(const std::vector<at::Tensor>& parameters, double max_norm, const at::Tensor& total_norm,
                            bool foreach) {
-  scale_to_norm_(gradients_of(parameters), max_norm, total_norm, foreach);
+  scale_to_norm_(all_of(shards_of(gradients_of(parameters))), max_norm, total_norm, foreach);
 }
 
 void scale_to_norm_(const std::vector<at::Tensor>& gradients, double max_norm, const at::Tensor& total_norm,
@@ -165,11 +217,14 @@ void scale_to_norm_(const std::vector<at::Tensor>& gradients, double max_norm, c
   if (gradients.empty()) return;
   // The host never asks the device whether there is something to clip: multiplying by 1 is cheaper than waiting.
   const auto factor = total_norm.add(1e-6).reciprocal().mul(max_norm).clamp_max(1.0);
+  std::vector<at::Tensor> values;
+  values.reserve(gradients.size());
+  for (const auto& gradient : gradients) values.push_back(dense_values_of(gradient));
   if (!foreach) {
-    for (const auto& gradient : gradients) gradient.mul_(factor.to(gradient.device()));
+    for (const auto& each : values) each.mul_(factor.to(each.device()));
     return;
   }
-  for (const auto& list : by_device(gradients)) at::_foreach_mul_(list, factor.to(list.front().device()));
+  for (const auto& list : by_device(values)) at::_foreach_mul_(list, factor.to(list.front().device()));
 }
 
 at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm, const NormOptions& options) {
@@ -189,7 +244,7 @@ at::Tensor clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm, 
 }
 
 void clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_value, bool foreach) {
-  limit_values(gradients_of(parameters), clip_value, foreach);
+  limit_values(all_of(shards_of(gradients_of(parameters))), clip_value, foreach);
 }
 
 void clip_grad_value_(torch::optim::Optimizer& optimizer, double clip_value, bool foreach) {

@@ -2,7 +2,7 @@
 // other ranks hold other parts of the gradients, and all clip by the norm of the whole.
 //
 //   clip_grad_norm_(optimizer, 1.0);      // any optimizer, whatever it has divided: nothing else to know
-//   clip_grad_norm_(parameters, 1.0);     // of parameters that this rank has the whole gradients of
+//   clip_grad_norm_(parameters, 1.0);     // the same for some parameters, as in Python
 //   clip_grad_norm_(mine, 1.0, {.process_group = group});  // every gradient is on one rank of the group, or cut
 #pragma once
 
@@ -50,7 +50,8 @@ void clip_grads_with_norm_(const std::vector<at::Tensor>& parameters, double max
 void scale_to_norm_(const std::vector<at::Tensor>& gradients, double max_norm, const at::Tensor& total_norm,
                     bool foreach = true);
 
-/// Norm and clipping in one. Returns the norm before. Nothing is changed if it throws.
+/// Norm and clipping in one. Returns the norm before. Nothing is changed if it throws. Where gradients are divided and
+/// .grad is a stand-in (ZeroStage::kGradients) it is collective and blocking over the groups they are divided over.
 at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm, const NormOptions& options = {});
 
 /// Clips what the optimizer's next step uses, wherever that is: a ShardedGradients knows, and then takes no

@@ -28,6 +28,7 @@ template <class Rule>
 Functional<Rule>::Functional(std::vector<at::Tensor> parameters, Options options)
     : FunctionalOptimizer(std::move(parameters)), options_(options), states_(this->parameters().size()) {
   Rule::check(options);
+  detail::check_listed_once(this->parameters(), Rule::kName);
 }
 
 template <class Rule>

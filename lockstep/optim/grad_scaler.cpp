@@ -92,13 +92,17 @@ at::Tensor GradScaler::unscale_gradients(const std::vector<GradientShard>& shard
   return found_inf;
 }
 
-std::vector<GroupPtr> GradScaler::groups_to_agree(const std::vector<GradientShard>& shards) const {
+std::vector<GroupPtr> GradScaler::groups_to_agree(torch::optim::Optimizer& optimizer,
+                                                  const std::vector<GradientShard>& shards) const {
   std::vector<GroupPtr> groups;
   const auto add = [&](const GroupPtr& group) {
     if (std::find(groups.begin(), groups.end(), group) == groups.end()) groups.push_back(group);
   };
   if (const auto& given = options_.process_group) add(*given ? *given : default_group());
   for (const auto& shard : shards) std::for_each(shard.groups.begin(), shard.groups.end(), add);
+  if (const auto* sharded = dynamic_cast<const ShardedGradients*>(&optimizer)) {
+    for (const auto& group : sharded->stepping_groups()) add(group);
+  }
   return groups;
 }
 
@@ -113,7 +117,7 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   const at::NoGradGuard no_grad;
   const auto shards = gradients_of(optimizer);
   auto found_inf = unscale_gradients(shards);
-  for (const auto& group : groups_to_agree(shards)) {
+  for (const auto& group : groups_to_agree(optimizer, shards)) {
     if (!found_inf.defined()) found_inf = at::zeros({}, scale_.options());
     all_reduce(found_inf, group, ReduceOp::MAX);
   }

@@ -87,7 +87,8 @@ class GradScaler {
   /// 1 if a gradient is not finite, on the scale's device; undefined if there is no gradient.
   at::Tensor unscale_gradients(const std::vector<GradientShard>& shards) const;
   /// With whom this rank must agree about gradients that are divided so: each group once, in the same order on all.
-  std::vector<GroupPtr> groups_to_agree(const std::vector<GradientShard>& shards) const;
+  std::vector<GroupPtr> groups_to_agree(torch::optim::Optimizer& optimizer,
+                                        const std::vector<GradientShard>& shards) const;
 
   GradScalerOptions options_;
   // Numbers as long as the device is not known, then tensors there.

@@ -39,6 +39,10 @@ template <class Rule>
 void RuleOptimizer<Rule>::add_param_group(const torch::optim::OptimizerParamGroup& group) {
   const auto options = group.has_options() ? options_of(group) : options_from<Options>(*defaults_);
   Rule::check(options);
+  auto all = std::vector<at::Tensor>();
+  for (const auto& each : param_groups_) all.insert(all.end(), each.params().begin(), each.params().end());
+  all.insert(all.end(), group.params().begin(), group.params().end());
+  detail::check_listed_once(all, Rule::kName);
   Optimizer::add_param_group(torch::optim::OptimizerParamGroup(group.params()));
   param_groups_.back().set_options(group_options(options));
   if constexpr (requires { &Rule::make_state; }) {

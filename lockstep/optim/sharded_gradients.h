@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "lockstep/comm/group.h"
+#include "lockstep/intercept/tensor_rule.h"
 
 namespace lockstep {
 
@@ -31,12 +32,35 @@ class ShardedGradients {
   /// computes a part. Throws if gradients cannot be clipped by their norm now.
   virtual std::vector<GradientShard> gradients_for_norm() { return own_gradients(); }
 
+  /// Groups whose ranks step together: none of them may leave out a step that the others take.
+  virtual std::vector<GroupPtr> stepping_groups() const { return {}; }
+
   /// Forgets gradients that zero_grad() of torch::optim::Optimizer does not reach, because they are in no .grad. For a
   /// step that is left out.
   virtual void discard_gradients() = 0;
 
   /// Where norms are computed on ranks that have no gradient.
   virtual c10::Device gradient_device() const = 0;
+};
+
+/// What is in .grad where this rank has a part of a gradient only, which its optimizer keeps elsewhere: a tensor with
+/// the gradient's sizes and without memory, that answers for itself. So those who know nothing of shards either do
+/// right by them or are told: zero_grad() of a module or of torch::optim::Optimizer, torch::nn::utils, a program's own
+/// loop.
+class GradientStandIn : public RuledTensorImpl {
+ public:
+  using RuledTensorImpl::RuledTensorImpl;
+
+  /// This rank's part, to be changed in place; all ranks have the same groups. Throws if it is no gradient any more.
+  virtual GradientShard shard() const = 0;
+  /// Throws if the ranks cannot sum something over all parts now, because some would not take part.
+  virtual void check_can_be_summed() const = 0;
+
+  /// Null for an ordinary tensor.
+  static const GradientStandIn* of(const at::Tensor& gradient) {
+    if (!gradient.defined() || gradient.has_storage()) return nullptr;
+    return dynamic_cast<const GradientStandIn*>(gradient.unsafeGetTensorImpl());
+  }
 };
 
 }  // namespace lockstep

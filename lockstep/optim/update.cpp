@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <map>
+#include <unordered_map>
 
 namespace lockstep::optim::detail {
 namespace {
@@ -139,6 +140,15 @@ void check_gradients(ParameterUpdates updates, const char* rule, bool takes_spar
                 parameter.device());
     TORCH_CHECK(takes_sparse || !gradient.is_sparse(), who(),
                 " is sparse, which this rule does not support. SGD and Adagrad do, without weight_decay.");
+  }
+}
+
+void check_listed_once(c10::ArrayRef<at::Tensor> parameters, const char* rule) {
+  std::unordered_map<const void*, std::size_t> seen;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const auto [before, is_new] = seen.emplace(parameters[i].unsafeGetTensorImpl(), i);
+    TORCH_CHECK(is_new || !parameters[i].defined(), "[lockstep/optim] ", rule, ": parameters ", before->second, " and ",
+                i, " of all groups are the same tensor, which would be stepped twice. List it once.");
   }
 }
 

@@ -83,6 +83,9 @@ void advance(ParameterUpdates updates);
 /// Throws if a gradient does not fit its parameter, or is sparse and those are not taken.
 void check_gradients(ParameterUpdates updates, const char* rule, bool takes_sparse);
 
+/// Throws, naming both positions, if a parameter is listed twice: it would be stepped twice, by kernels at once.
+void check_listed_once(c10::ArrayRef<at::Tensor> parameters, const char* rule);
+
 /// Throws unless the value is >= 0, which NaN is not: "AdamW: Invalid epsilon value: -1".
 void check_not_negative(const char* rule, const char* what, double value);
 /// Throws unless both are in [0, 1).

@@ -46,7 +46,9 @@ FlatShard::FlatShard(FlatLayout layout, int rank, std::vector<at::Tensor> parame
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const auto place = place_of(i);
     place.copy_(parameters_[i].detach());
-    if (memory_ == FlatMemory::kViews) parameters_[i].set_data(place);
+    if (memory_ == FlatMemory::kOwn) continue;
+    parameters_[i].set_data(place);
+    forms_.push_back({place.sizes().vec(), place.strides().vec()});
   }
 }
 
@@ -58,6 +60,33 @@ at::Tensor FlatShard::own_slice() const {
 at::Tensor FlatShard::place_of(std::size_t index) const {
   const auto& range = layout_.range_of(index);
   return unflattened_like(buffer_.narrow(0, range.begin, range.size()), parameters_[index]);
+}
+
+std::vector<std::size_t> FlatShard::moved(std::size_t at_most) const {
+  std::vector<std::size_t> moved;
+  if (memory_ == FlatMemory::kOwn || !buffer_.defined()) return moved;
+  const auto* begin = static_cast<const char*>(buffer_.const_data_ptr());
+  const auto item = static_cast<int64_t>(buffer_.itemsize());
+  for (std::size_t i = 0; i < parameters_.size() && moved.size() < at_most; ++i) {
+    const auto& range = layout_.range_of(i);
+    if (!range.is_empty() && parameters_[i].const_data_ptr() != begin + range.begin * item) moved.push_back(i);
+  }
+  return moved;
+}
+
+bool FlatShard::fits(std::size_t index) const {
+  const auto& parameter = parameters_[index];
+  return parameter.scalar_type() == buffer_.scalar_type() && parameter.device() == buffer_.device() &&
+         parameter.sizes() == at::IntArrayRef(forms_[index].sizes);
+}
+
+void FlatShard::take_back(std::size_t index) const {
+  const at::NoGradGuard no_grad;
+  // Not as it lies now: what others count in memory order, such as an optimizer's state, stays as it is.
+  const auto& [sizes, strides] = forms_[index];
+  const auto place = buffer_.as_strided(sizes, strides, buffer_.storage_offset() + layout_.range_of(index).begin);
+  place.copy_(parameters_[index].detach());
+  parameters_[index].set_data(place);
 }
 
 void FlatShard::pack() const {

@@ -44,14 +44,30 @@ class FlatShard {
   void pack() const;
   void unpack() const;
 
+  /// Whether a parameter is no longer a view of the buffer, because torch::load(), to() or set_data() gave it other
+  /// memory: a comparison of addresses for each. Never if they keep their own memory.
+  bool has_moved() const { return !moved(/*at_most=*/1).empty(); }
+  /// Which; the first ones.
+  std::vector<std::size_t> moved(std::size_t at_most) const;
+  /// Whether it could be taken back: it has the sizes, dtype and device it had.
+  bool fits(std::size_t index) const;
+  /// Makes it a view of the buffer again, laid out as it was, with the values it has now. REQUIRES: fits(index).
+  void take_back(std::size_t index) const;
+
   int64_t bytes() const { return buffer_.defined() ? static_cast<int64_t>(buffer_.nbytes()) : 0; }
 
  private:
+  struct Form {
+    std::vector<int64_t> sizes;
+    std::vector<int64_t> strides;
+  };
+
   FlatLayout layout_;
   int rank_ = 0;
   FlatMemory memory_ = FlatMemory::kViews;
   std::vector<at::Tensor> parameters_;
   at::Tensor buffer_;
+  std::vector<Form> forms_;  // of the views
 };
 
 }  // namespace lockstep::detail

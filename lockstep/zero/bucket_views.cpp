@@ -4,12 +4,18 @@
 #include <c10/core/GradMode.h>
 
 #include "lockstep/comm/collectives.h"
-#include "lockstep/shard/flat_shard.h"
 
 namespace lockstep::detail {
-namespace {
 
-at::Tensor made_bucket(const std::vector<at::Tensor>& parameters, c10::Device device, const GroupPtr& group) {
+BucketViews::BucketViews(const DeviceParameters& parameters, const GroupPtr& group) {
+  for (const auto& [device, per_rank] : parameters) {
+    auto& buckets = buckets_.emplace_back();
+    for (const auto& each : per_rank) buckets.push_back(made_bucket(each, device, group));
+  }
+}
+
+at::Tensor BucketViews::made_bucket(const std::vector<at::Tensor>& parameters, c10::Device device,
+                                    const GroupPtr& group) {
   std::vector<at::Tensor> trainable;
   int64_t total = 0;
   for (const auto& parameter : parameters) {
@@ -22,17 +28,8 @@ at::Tensor made_bucket(const std::vector<at::Tensor>& parameters, c10::Device de
     }
   }
   if (total == 0) return at::zeros({1}, at::TensorOptions(at::kFloat).device(device));
-  return FlatShard(flat_layout_of(trainable, /*world_size=*/1), /*rank=*/0, trainable, group, FlatMemory::kViews)
-      .buffer();
-}
-
-}  // namespace
-
-BucketViews::BucketViews(const DeviceParameters& parameters, const GroupPtr& group) {
-  for (const auto& [device, per_rank] : parameters) {
-    auto& buckets = buckets_.emplace_back();
-    for (const auto& each : per_rank) buckets.push_back(made_bucket(each, device, group));
-  }
+  flat_.emplace_back(flat_layout_of(trainable, /*world_size=*/1), /*rank=*/0, trainable, group, FlatMemory::kViews);
+  return flat_.back().buffer();
 }
 
 void BucketViews::sync(const GroupPtr& group) const {

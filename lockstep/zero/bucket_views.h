@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "lockstep/comm/group.h"
+#include "lockstep/shard/flat_shard.h"
 
 namespace lockstep::detail {
 
@@ -23,6 +24,8 @@ class BucketViews {
 
   /// By device and rank. One without a trainable parameter holds one zero, so that all ranks send as often.
   const std::vector<std::vector<at::Tensor>>& buckets() const { return buckets_; }
+  /// Those that hold parameters.
+  const std::vector<FlatShard>& flat_buffers() const { return flat_; }
 
   /// Sends every rank's buckets to all: rank by rank, device by device. Collective and blocking.
   void sync(const GroupPtr& group) const;
@@ -30,7 +33,10 @@ class BucketViews {
   int64_t bytes() const;
 
  private:
+  at::Tensor made_bucket(const std::vector<at::Tensor>& parameters, c10::Device device, const GroupPtr& group);
+
   std::vector<std::vector<at::Tensor>> buckets_;
+  std::vector<FlatShard> flat_;
 };
 
 }  // namespace lockstep::detail

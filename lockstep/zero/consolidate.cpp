@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 #include <torch/serialize/archive.h>
 
+#include <algorithm>
 #include <set>
 #include <unordered_map>
 
@@ -20,6 +21,16 @@ std::vector<std::size_t> sizes_of(const std::vector<std::vector<at::Tensor>>& gr
   std::vector<std::size_t> sizes;
   for (const auto& group : groups) sizes.push_back(group.size());
   return sizes;
+}
+
+/// For comparison among ranks.
+std::string description_of(const OptimizerStateDict& dict) {
+  int64_t steps = 0;
+  for (const auto& [index, values] : dict.state) {
+    const auto step = values.find("step");
+    if (step != values.end() && step->second.isInt()) steps = std::max(steps, step->second.toInt());
+  }
+  return str("of ", dict.state.size(), " parameters after ", steps, " steps");
 }
 
 }  // namespace
@@ -107,10 +118,11 @@ void ZeroOptimizer::load_state_dict(const OptimizerStateDict& dict) {
   const auto parameters = all_parameters();
   check_shapes(dict, parameters, who());
   check_kind(dict);
-  load_from(dict, detail::source_of(dict.state, parameters));
+  load_from(dict, detail::source_of(dict.state, parameters), description_of(dict));
 }
 
-void ZeroOptimizer::load_from(const OptimizerStateDict& groups, const detail::StateSource& source) {
+void ZeroOptimizer::load_from(const OptimizerStateDict& groups, const detail::StateSource& source,
+                              const std::string& description) {
   sharding_->check_has_state("loading state");
   std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options;
   for (std::size_t i = 0; i < param_groups_.size(); ++i) {
@@ -123,6 +135,9 @@ void ZeroOptimizer::load_from(const OptimizerStateDict& groups, const detail::St
   }
   sharding_->take_options();
   consolidated_.reset();
+  ++loads_;
+  loaded_ = description;
+  must_compare_ = true;
 }
 
 void ZeroOptimizer::check_kind(const OptimizerStateDict& dict) const {

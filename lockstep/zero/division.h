@@ -8,6 +8,7 @@
 
 #include <vector>
 
+#include "lockstep/shard/flat_shard.h"
 #include "lockstep/state/optimizer_state.h"
 #include "lockstep/state/piece.h"
 
@@ -37,6 +38,8 @@ class Division {
 
   /// False if gradients have to be taken before the local optimizer's step, so that a closure runs before it too.
   virtual bool takes_gradients_in_place() const { return true; }
+  /// Sharded gradients only: this step's gradients are all whole ones, of which none came from an averaged backward.
+  virtual bool has_only_whole_gradients() const { return false; }
   /// Whether the local parameters must be cut differently before gradients can be taken: see load().
   virtual bool must_recut() const { return false; }
   /// Brings the parameters' gradients to the local parameters.
@@ -45,6 +48,9 @@ class Division {
   virtual void drop_gradients() {}
   /// The gradients of this rank's shard, as views.
   virtual std::vector<at::Tensor> own_gradients() const = 0;
+
+  /// The buffers that parameters are views of; none if they keep their own memory.
+  virtual std::vector<const FlatShard*> flat_buffers() const { return {}; }
 
   /// Gives all ranks every rank's shard of the parameters. Collective and blocking.
   virtual void sync() = 0;

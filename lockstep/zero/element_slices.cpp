@@ -27,8 +27,8 @@ ElementRange moved(const ElementRange& elements, int64_t by) {
   return {elements.begin + by, elements.end + by};
 }
 
-bool lies_like(const at::Tensor& gradient, const at::Tensor& parameter) {
-  return gradient.scalar_type() == parameter.scalar_type() && !gradient.is_conj() && !gradient.is_neg() &&
+bool lies_like(const at::Tensor& gradient, const at::Tensor& parameter, at::ScalarType dtype) {
+  return gradient.scalar_type() == dtype && !gradient.is_conj() && !gradient.is_neg() &&
          gradient.strides() == parameter.strides() && parameter.is_non_overlapping_and_dense();
 }
 
@@ -40,20 +40,13 @@ bool is_large(const ElementRange& elements) {
 void copy_gradient(const at::Tensor& row, const ElementRange& to, const at::Tensor& gradient,
                    const at::Tensor& parameter, const ElementRange& from) {
   if (from.is_empty()) return;
-  if (gradient.is_cpu() && gradient.scalar_type() == row.scalar_type() && lies_like(gradient, parameter)) {
+  if (gradient.is_cpu() && lies_like(gradient, parameter, row.scalar_type())) {
     const auto item = static_cast<int64_t>(row.itemsize());
     std::memcpy(static_cast<char*>(row.mutable_data_ptr()) + to.begin * item,
                 static_cast<const char*>(gradient.const_data_ptr()) + from.begin * item, from.size() * item);
     return;
   }
   part_of(row, to).copy_(part_of(flattened_like(gradient, parameter), from));
-}
-
-/// How a block of these parameters is cut.
-FlatLayout block_layout(const std::vector<at::Tensor>& parameters, int world_size) {
-  const auto item = static_cast<int64_t>(parameters.front().itemsize());
-  return flat_layout_of(parameters, world_size,
-                        {.slices = std::max<int64_t>(1, ElementSlices::kAlignmentBytes / item)});
 }
 
 /// The values that belong to a piece as a whole.
@@ -74,8 +67,9 @@ bool have_same_rest(const NamedValues& one, int64_t one_elements, const NamedVal
 
 }  // namespace
 
-SlicePlan ElementSlices::plan_for(const std::vector<at::Tensor>& parameters, int world_size) {
-  return block_layout(parameters, world_size).plan();
+FlatLayout ElementSlices::layout_for(const std::vector<at::Tensor>& parameters, int world_size) {
+  const auto item = static_cast<int64_t>(parameters.front().itemsize());
+  return flat_layout_of(parameters, world_size, {.slices = std::max<int64_t>(1, kAlignmentBytes / item)});
 }
 
 void ElementSlices::set_groups(std::vector<std::vector<at::Tensor>> groups) {
@@ -122,7 +116,7 @@ ElementSlices::Block ElementSlices::made_block(const std::vector<Member>& member
     block.last_group = std::max(block.last_group, member.group);
   }
   const auto rank = group_->getRank();
-  block.flat = FlatShard(block_layout(parameters, group_->getSize()), rank, parameters, group_, FlatMemory::kViews);
+  block.flat = FlatShard(layout_for(parameters, group_->getSize()), rank, parameters, group_, FlatMemory::kViews);
   for (const auto& piece : block.flat.layout().pieces_of(rank)) {
     block.pieces.push_back(
         {.of = members[piece.index], .elements = piece.elements, .in_parameter = piece.in_parameter});
@@ -182,7 +176,14 @@ std::vector<std::vector<at::Tensor>> ElementSlices::local_parameters() const {
   return groups;
 }
 
+bool ElementSlices::has_only_whole_gradients() const {
+  if (!scattered_) return false;
+  scattered_->settle();
+  return scattered_->has_only_whole_gradients();
+}
+
 bool ElementSlices::must_recut() const {
+  if (scattered_) scattered_->settle();
   for (const auto& block : blocks_) {
     for (const auto& run : block.runs) {
       for (std::size_t i = run.first + 1; i < run.last; ++i) {
@@ -216,9 +217,13 @@ at::Tensor ElementSlices::gradient_of(Block& block, const Run& run) const {
     TORCH_CHECK(block.pieces[i].of.parameter.grad().layout() == at::kStrided,
                 "[lockstep/zero] the gradient of parameter ", block.pieces[i].of.index,
                 " is sparse, and slices of those cannot be taken. Use ZeroPartition::kParameters.");
+    TORCH_CHECK(block.pieces[i].of.parameter.grad().has_storage(), "[lockstep/zero] the gradient of parameter ",
+                block.pieces[i].of.index, " is divided among the ranks by another optimizer (ZeroStage::kGradients), ",
+                "which has to step it.");
   }
   const auto& parameter = first.of.parameter;
-  if (is_large(run.elements) && run.last == run.first + 1 && lies_like(parameter.grad(), parameter)) {
+  const auto dtype = block.flat.buffer().scalar_type();
+  if (is_large(run.elements) && run.last == run.first + 1 && lies_like(parameter.grad(), parameter, dtype)) {
     return part_of(row_of(parameter.grad()), first.in_parameter);
   }
   if (!block.gradients.defined()) {
@@ -233,6 +238,7 @@ at::Tensor ElementSlices::gradient_of(Block& block, const Run& run) const {
 }
 
 std::vector<at::Tensor> ElementSlices::own_gradients() const {
+  if (scattered_) scattered_->settle();
   std::vector<at::Tensor> gradients;
   for (const auto& block : blocks_) {
     for (const auto& piece : block.pieces) {
@@ -243,6 +249,12 @@ std::vector<at::Tensor> ElementSlices::own_gradients() const {
     }
   }
   return gradients;
+}
+
+std::vector<const FlatShard*> ElementSlices::flat_buffers() const {
+  std::vector<const FlatShard*> buffers;
+  for (const auto& block : blocks_) buffers.push_back(&block.flat);
+  return buffers;
 }
 
 void ElementSlices::sync() {
@@ -306,7 +318,10 @@ NamedValues ElementSlices::joined(const PieceValues& values, const Run& run, con
     }
     std::vector<at::Tensor> parts;
     for (std::size_t i = run.first; i < run.last; ++i) parts.push_back(values[i]->at(name).toTensor());
-    state.emplace(name, at::cat(parts).to(block.flat.buffer().device()));
+    const auto& buffer = block.flat.buffer();
+    const auto all = at::cat(parts).to(buffer.device());
+    // As Python does: a save may be of a run in another precision.
+    state.emplace(name, all.is_floating_point() && buffer.is_floating_point() ? all.to(buffer.scalar_type()) : all);
   }
   return state;
 }

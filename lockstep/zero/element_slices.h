@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "lockstep/comm/group.h"
-#include "lockstep/shard/flat_shard.h"
 #include "lockstep/zero/division.h"
 #include "lockstep/zero/scattered_gradients.h"
 
@@ -32,7 +31,7 @@ class ElementSlices final : public Division {
       : group_(std::move(group)), given_blocks_(std::move(blocks)), scattered_(std::move(scattered)) {}
 
   /// How a block of these parameters is cut.
-  static SlicePlan plan_for(const std::vector<at::Tensor>& parameters, int world_size);
+  static FlatLayout layout_for(const std::vector<at::Tensor>& parameters, int world_size);
 
   /// Makes blocks of the trainable parameters that are in none; the parameters become views. Groups can be added at the
   /// end and taken away there.
@@ -42,10 +41,12 @@ class ElementSlices final : public Division {
   /// What becomes trainable gets a block of its own; what is frozen stays, and has no gradient.
   void on_trainability_change() override;
   bool takes_gradients_in_place() const override { return false; }
+  bool has_only_whole_gradients() const override;
   bool must_recut() const override;
   void take_gradients() override;
   void drop_gradients() override;
   std::vector<at::Tensor> own_gradients() const override;
+  std::vector<const FlatShard*> flat_buffers() const override;
   void sync() override;
   std::vector<StatePiece> pieces(const torch::optim::Optimizer& local) const override;
   OptimizerStateDict load(const StateSource& source) override;

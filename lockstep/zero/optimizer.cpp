@@ -10,6 +10,7 @@
 #include "lockstep/comm/call_label.h"
 #include "lockstep/comm/failure_notice.h"
 #include "lockstep/comm/world.h"
+#include "lockstep/ddp/averaging_group.h"
 #include "lockstep/ddp/engine.h"
 #include "lockstep/join/join.h"
 #include "lockstep/zero/element_slices.h"
@@ -23,10 +24,16 @@ namespace {
 
 using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 
-GroupPtr group_of(const ZeroOptions& options) {
+/// Without a group of its own that over which the gradients are averaged: elsewhere they are not the same.
+GroupPtr group_of(const ZeroOptions& options, const Groups& groups) {
   if (options.process_group) return options.process_group;
-  const auto ddp = options.ddp.engine();
-  return ddp ? ddp->group() : default_group();
+  if (const auto ddp = options.ddp.engine()) return ddp->group();
+  for (const auto& group : groups) {
+    for (const auto& parameter : group.params()) {
+      if (auto averaging = parameter.defined() ? averaging_group(parameter) : nullptr) return averaging;
+    }
+  }
+  return default_group();
 }
 
 ZeroOptions with_partition(ZeroOptions options) {
@@ -52,7 +59,9 @@ ZeroOptimizer::ZeroOptimizer(const Groups& groups, LocalOptimizerType type, Zero
     : Optimizer(Groups(), type.defaults->clone()),
       type_(std::move(type)),
       options_(with_partition(std::move(options))),
-      group_(group_of(options_)) {
+      group_(group_of(options_, groups)),
+      // There DDP's buckets say who has what.
+      must_compare_(!options_.overlap_with_ddp) {
   check_arguments(groups);
   for (const auto& group : groups) append_group(group);
   default_device_ = all_parameters().front().device();
@@ -78,7 +87,7 @@ GroupPtr ZeroOptimizer::group_with_this_rank(GroupPtr group) {
 
 std::shared_ptr<detail::Sharding> ZeroOptimizer::made_sharding() {
   if (options_.overlap_with_ddp) return std::make_shared<detail::ZeroOverlap>(*this);
-  return std::make_shared<detail::ShardedStep>(*this, type_, made_division(), has_sharded_gradients(), who());
+  return std::make_shared<detail::ShardedStep>(*this, type_, made_division(), who());
 }
 
 std::unique_ptr<detail::Division> ZeroOptimizer::made_division() {
@@ -129,7 +138,7 @@ void ZeroOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& gro
               "so no other group can be added");
   auto groups = parameter_groups();
   groups.push_back(group.params());
-  detail::check_parameters(groups, who());
+  check_parameters(groups);
   append_group(group);
   try {
     take_in_groups();
@@ -149,6 +158,7 @@ void ZeroOptimizer::take_in_groups() {
   for (auto i = is_trainable_.size(); i < parameters.size(); ++i)
     is_trainable_.push_back(parameters[i].requires_grad());
   consolidated_.reset();
+  must_compare_ = true;
 }
 
 void ZeroOptimizer::notice_new_groups() {
@@ -172,7 +182,7 @@ void ZeroOptimizer::notice_new_groups() {
                               options_.params_per_rank.empty();
   TORCH_CHECK(has_only_grown, who(), ": parameter groups were changed from outside. Groups can be added, by ",
               "add_param_group(); those that are there stay as they are.");
-  detail::check_parameters(parameter_groups(), who());
+  check_parameters(parameter_groups());
   take_in_groups();
   known_ = std::move(now);
 }
@@ -192,10 +202,21 @@ void ZeroOptimizer::notice_trainability() {
   sharding_->on_trainability_change();
 }
 
+void ZeroOptimizer::notice_moved_parameters() {
+  const auto buffers = sharding_->flat_buffers();
+  const bool has_moved =
+      std::any_of(buffers.begin(), buffers.end(), [](const auto* each) { return each->has_moved(); });
+  if (has_moved) detail::take_back_moved(buffers, parameter_groups(), who());
+}
+
 void ZeroOptimizer::prepare_step() {
-  notice_new_groups();
+  refuse_aloud([&] { notice_new_groups(); });
   if (options_.check_same_on_all_ranks || c10d::debug_level() != c10d::DebugLevel::Off) check_same_on_all_ranks();
-  notice_trainability();
+  refuse_aloud([&] {
+    notice_trainability();
+    notice_moved_parameters();
+  });
+  compare_once();
 }
 
 void ZeroOptimizer::check_same_on_all_ranks() {
@@ -208,6 +229,15 @@ void ZeroOptimizer::announce_if_throws(const std::function<void()>& action) cons
     action();
   } catch (...) {
     announce_failure(group_, std::current_exception());
+    throw;
+  }
+}
+
+void ZeroOptimizer::refuse_aloud(const std::function<void()>& check) const {
+  try {
+    check();
+  } catch (...) {
+    announce_refusal(group_, std::current_exception());
     throw;
   }
 }
@@ -246,21 +276,32 @@ at::Tensor ZeroOptimizer::clip_grad_norm_(double max_norm, double norm_type, boo
 std::vector<GradientShard> ZeroOptimizer::gradients_for_norm() {
   check_preparation_is_mirrored();
   begin_join_iteration();
-  notice_new_groups();
+  refuse_aloud([&] { notice_new_groups(); });
   if (options_.stage == ZeroStage::kReplicated || options_.overlap_with_ddp) return own_gradients();
-  return {{.gradients = sharding_->own_gradients(), .groups = {group_}}};
+  return divided_gradients();
+}
+
+std::vector<GradientShard> ZeroOptimizer::divided_gradients() const {
+  GradientShard shard{.groups = {group_}};
+  refuse_aloud([&] { shard.gradients = sharding_->own_gradients(); });
+  return {std::move(shard)};
 }
 
 std::vector<GradientShard> ZeroOptimizer::own_gradients() {
   TORCH_CHECK(!options_.overlap_with_ddp, who(), ": with overlap_with_ddp parameters are updated when backward ends, ",
               "so gradients cannot be clipped or unscaled before");
   check_preparation_is_mirrored();
-  if (has_sharded_gradients()) return {{.gradients = sharding_->own_gradients(), .groups = {group_}}};
+  if (has_sharded_gradients()) return divided_gradients();
   GradientShard all;
   for (const auto& parameter : all_parameters()) {
     if (parameter.grad().defined()) all.gradients.push_back(parameter.grad());
   }
   return {std::move(all)};
+}
+
+std::vector<GroupPtr> ZeroOptimizer::stepping_groups() const {
+  if (options_.stage == ZeroStage::kReplicated) return {};
+  return {group_};
 }
 
 void ZeroOptimizer::discard_gradients() {
@@ -269,7 +310,8 @@ void ZeroOptimizer::discard_gradients() {
 
 void ZeroOptimizer::zero_grad(bool set_to_none) {
   Optimizer::zero_grad(set_to_none);
-  discard_gradients();
+  // Else there are gradients still, all zeros.
+  if (set_to_none) discard_gradients();
 }
 
 ZeroMemoryReport ZeroOptimizer::memory_report() const {

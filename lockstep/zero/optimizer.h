@@ -67,13 +67,14 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Sh
   /// Returns the norm. Collective and blocking.
   at::Tensor clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
 
-  /// Python's; with sharded gradients it drops this rank's shard of them too, which the base class knows nothing of.
+  /// Python's. That of the base class and those of modules do the same, in all stages.
   void zero_grad(bool set_to_none = true);
 
   /// The gradients of all parameters, which every rank has, or this rank's shard of them in the second stage.
   std::vector<GradientShard> own_gradients() override;
   /// Those of this rank's shard; in stage 0 all.
   std::vector<GradientShard> gradients_for_norm() override;
+  std::vector<GroupPtr> stepping_groups() const override;
   void discard_gradients() override;
   c10::Device gradient_device() const override { return default_device_; }
 
@@ -143,6 +144,9 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Sh
   void take_in_groups();
   void notice_new_groups();
   void notice_trainability();
+  /// Parameters that torch::load(), to() or set_data() took out of the buffers they lie in are taken back.
+  void notice_moved_parameters();
+  void check_parameters(const std::vector<std::vector<at::Tensor>>& groups) const;
   void prepare_step();
   /// Brings options and groups up to date; throws if `what`, which reads or replaces state, is not possible yet.
   void prepare_for_state(const char* what);
@@ -153,7 +157,8 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Sh
   /// Options of all groups, with indices, without state.
   OptimizerStateDict exposed_groups() const;
   /// Takes options from `groups` and this rank's shard from `source`. Changes nothing if it throws.
-  void load_from(const OptimizerStateDict& groups, const detail::StateSource& source);
+  /// `description` is what ranks compare afterwards.
+  void load_from(const OptimizerStateDict& groups, const detail::StateSource& source, const std::string& description);
   /// Throws if a local optimizer could not load the dictionary's state.
   void check_kind(const OptimizerStateDict& dict) const;
   /// Runs `action`; if it throws, announces that to the others before passing the exception on, so that they do not
@@ -166,6 +171,12 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Sh
   std::vector<double> learning_rates() const;
   /// Throws, naming the remedy, if ranks that ran out of inputs would not do what is about to be done to gradients.
   void check_preparation_is_mirrored() const;
+  /// Runs `check`; if it throws, on this rank alone, the others are told.
+  void refuse_aloud(const std::function<void()>& check) const;
+  std::vector<GradientShard> divided_gradients() const;
+  /// In the first step, and in the first one after groups or state have changed: throws on all ranks if they list
+  /// parameters in another order, or if not all have loaded the same state. Collective then.
+  void compare_once();
 
   // Fixed after construction.
   const LocalOptimizerType type_;
@@ -182,6 +193,9 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Sh
   // Of the Join scope it is in, or was in last.
   bool has_begun_join_iteration_ = false;
   JoinProgress join_progress_;
+  bool must_compare_;
+  int64_t loads_ = 0;            // of state
+  std::string loaded_ = "none";  // the last one, for comparison
 };
 
 }  // namespace lockstep

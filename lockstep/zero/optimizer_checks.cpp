@@ -21,8 +21,13 @@ void ZeroOptimizer::check_arguments(const std::vector<torch::optim::OptimizerPar
               ": params_per_rank and ZeroPartition::kElements exclude each other");
   detail::ParameterGroups parameters;
   for (const auto& group : groups) parameters.push_back(group.params());
-  detail::check_parameters(parameters, who());
+  check_parameters(parameters);
   check_names(parameters);
+}
+
+void ZeroOptimizer::check_parameters(const std::vector<std::vector<at::Tensor>>& groups) const {
+  detail::check_parameters(groups, who());
+  if (options_.stage != ZeroStage::kReplicated) detail::check_memory_is_apart(groups, who());
 }
 
 void ZeroOptimizer::check_names(const std::vector<std::vector<at::Tensor>>& groups) const {

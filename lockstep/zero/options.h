@@ -40,7 +40,8 @@ class DdpReference {
 };
 
 struct ZeroOptions {
-  /// The ranks among which state is divided. Null: the group of `ddp`, else the default group.
+  /// The ranks among which state is divided. Null: the group of `ddp`, or of the DistributedDataParallel that averages
+  /// the parameters, else the default group.
   GroupPtr process_group = nullptr;
   /// One program goes from plain data parallelism to sharded gradients by this option.
   ZeroStage stage = ZeroStage::kState;

@@ -5,11 +5,11 @@
 #include <c10/util/Logging.h>
 #include <torch/csrc/distributed/c10d/debug.h>
 
+#include <utility>
+
 #include "lockstep/base/str.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/optim/functional_registry.h"
-#include "lockstep/shard/buffer.h"
-#include "lockstep/shard/flat.h"
 #include "lockstep/zero/bucket_views.h"
 #include "lockstep/zero/optimizer.h"
 
@@ -39,23 +39,29 @@ void ZeroOverlap::detach() noexcept {
   zero_ = nullptr;
 }
 
-void ZeroOverlap::attach(DdpEngine& ddp, bool shard_buckets) {
-  auto& reducer = ddp.reducer_for("overlap with ZeRO");
+void ZeroOverlap::check_can_attach(DdpEngine& ddp, bool shard_buckets) {
+  ddp.reducer_for("overlap with ZeRO");
   TORCH_CHECK(!ddp.options().skip_all_reduce_unused_params, who(),
               ": overlap_with_ddp needs every bucket in every backward, so not skip_all_reduce_unused_params");
   // They are in no bucket, so nobody would step them.
   TORCH_CHECK(ddp.options().delay_all_reduce_named_params.empty(), who(),
               ": overlap_with_ddp steps buckets, which delay_all_reduce_named_params are not in. Use one of them.");
-  if (is_attached_) {
-    TORCH_CHECK(info_.shard_buckets == shard_buckets, who(), ": a hook was made for this optimizer with shard_buckets ",
-                info_.shard_buckets ? "on" : "off", ", and now it is ", shard_buckets ? "on" : "off");
-    TORCH_CHECK(ddp_.lock() == ddp.shared_from_this(), who(), ": this optimizer steps in backwards of another DDP");
-    return;
-  }
+  // The first hook says what the others must say, also if it is never registered.
+  const bool is_first = ddp_.expired() && !is_attached_;
+  TORCH_CHECK(is_first || info_.shard_buckets == shard_buckets, who(),
+              ": a hook was made for this optimizer with shard_buckets ", info_.shard_buckets ? "on" : "off",
+              ", and now it is ", shard_buckets ? "on" : "off");
+  TORCH_CHECK(is_first || ddp_.lock() == ddp.shared_from_this(), who(),
+              ": this optimizer steps in backwards of another DDP");
   info_.shard_buckets = shard_buckets;
   ddp_ = ddp.shared_from_this();
   ddp_group_ = ddp.group();
-  is_attached_ = true;
+}
+
+void ZeroOverlap::attach(DdpEngine& ddp, bool shard_buckets) {
+  check_can_attach(ddp, shard_buckets);
+  if (std::exchange(is_attached_, true)) return;
+  auto& reducer = *ddp.reducer();
   reducer.set_consumer({.take = [self = shared_from_this(), &reducer](std::size_t index, const at::Tensor&) {
     self->used_.insert(reducer.parameters()[index].unsafeGetTensorImpl());
     return false;
@@ -76,6 +82,8 @@ void ZeroOverlap::on_bucket(const GradBucket& bucket, const FuturePtr& future, O
   TORCH_CHECK(zero_ != nullptr, "[lockstep/zero] the ZeroRedundancyOptimizer that steps in this backward is gone. It ",
               "must live as long as backwards run.");
   const auto engine = ddp();
+  TORCH_CHECK(is_attached_, who(), ": the hook that steps in this backward was not registered itself, but through ",
+              "another one that did not pass on CommHook::on_registered. Register it by register_comm_hook().");
   const auto& reducer = *engine->reducer();
   TORCH_CHECK(!bucket.buffer().is_sparse() && !bucket.sparse_rows(), who(), ": bucket ", bucket.index(),
               " holds a sparse gradient. overlap_with_ddp steps dense ones only.");
@@ -122,6 +130,8 @@ void ZeroOverlap::check_bucket(const GradBucket& bucket) const {
 void ZeroOverlap::begin_backward() {
   zero_->notice_new_groups();
   zero_->notice_trainability();
+  zero_->notice_moved_parameters();
+  zero_->compare_once();
   // As schedulers have left them.
   local_->set_options(zero_->param_groups()[0].options());
   ddp()->join_progress().add_step(zero_->learning_rates());
@@ -168,6 +178,12 @@ void ZeroOverlap::on_reduced() {
   end_backward();
 }
 
+std::vector<const FlatShard*> ZeroOverlap::flat_buffers() const {
+  std::vector<const FlatShard*> buffers;
+  for (const auto& flat : flat_) buffers.push_back(&flat);
+  return buffers;
+}
+
 // ---- setting up ----
 
 void ZeroOverlap::set_up(const Reducer& reducer, const GradBucket& bucket) {
@@ -203,10 +219,12 @@ void ZeroOverlap::initialize() {
   next.assign(group->getRank(), group->getSize());
   zero_->partition_->clear();
   zero_->partition_->partition(next.params_per_rank);
+  std::vector<FlatShard> flat;
   for (auto& of_rank : next.assignments_per_rank) {
     for (auto& [bucket_index, shard] : of_rank) {
-      shard.tensor = allocate_buffer(shard.numel(), shard.parameters.front().options().requires_grad(false), group);
-      move_into(shard.tensor, shard.parameters);
+      flat.emplace_back(flat_layout_of(shard.parameters, /*world_size=*/1), /*rank=*/0, shard.parameters, group,
+                        FlatMemory::kViews);
+      shard.tensor = flat.back().buffer();
     }
   }
   const auto& own = next.params_per_rank[group->getRank()];
@@ -217,6 +235,7 @@ void ZeroOverlap::initialize() {
   }
   next.status = OverlapStatus::kInitialized;
   info_ = std::move(next);
+  flat_ = std::move(flat);
   if (c10d::debug_level() != c10d::DebugLevel::Off) log_assignment();
 }
 

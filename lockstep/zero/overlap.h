@@ -36,7 +36,9 @@ class ZeroOverlap final : public Sharding, public std::enable_shared_from_this<Z
   /// The optimizer is gone. Warns if it never had a hook.
   void detach() noexcept override;
 
-  /// Makes it step in backwards of `ddp`. Throws if it was attached to another one, or with another flag.
+  /// Throws if it cannot step in backwards of `ddp`, if it was attached to another one, or with another flag.
+  void check_can_attach(DdpEngine& ddp, bool shard_buckets);
+  /// Makes it step in backwards of `ddp`: the hook has been registered there.
   void attach(DdpEngine& ddp, bool shard_buckets);
   bool is_attached() const { return is_attached_; }
 
@@ -53,6 +55,7 @@ class ZeroOverlap final : public Sharding, public std::enable_shared_from_this<Z
     return {};
   }
   void sync() override {}
+  std::vector<const FlatShard*> flat_buffers() const override;
   void take_options() override {}
   // They are used up when backward ends.
   std::vector<at::Tensor> own_gradients() const override { return {}; }
@@ -88,6 +91,7 @@ class ZeroOverlap final : public Sharding, public std::enable_shared_from_this<Z
   std::weak_ptr<DdpEngine> ddp_;
   GroupPtr ddp_group_;
   OverlapInfo info_;
+  std::vector<FlatShard> flat_;  // one for each assignment
   std::unique_ptr<optim::FunctionalOptimizer> local_;
   std::vector<int64_t> own_indices_;  // of local_'s parameters, over the optimizer's
   std::optional<bool> was_final_at_start_;

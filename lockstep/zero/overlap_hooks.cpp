@@ -13,7 +13,7 @@ CommHook made(const char* name, const CommHook& hook, DdpBase& ddp, ZeroOptimize
               detail::OverlapForm form) {
   TORCH_CHECK(hook.run, "[lockstep/zero] ", name, " was given no hook");
   auto& overlap = zero.overlap_for(name);
-  overlap.attach(ddp.engine(), shard_buckets);
+  overlap.check_can_attach(ddp.engine(), shard_buckets);
   return {.name = str(name, "(", hook.name, ")"),
           .run =
               [overlap = overlap.shared_from_this(), inner = hook.run, form](GradBucket& bucket) {
@@ -22,7 +22,14 @@ CommHook made(const char* name, const CommHook& hook, DdpBase& ddp, ZeroOptimize
                 overlap->on_bucket(bucket, future, form);
                 return future;
               },
-          .check = hook.check};
+          .check = hook.check,
+          // Not before: a registration may be refused, and then DDP stays as it is.
+          .on_registered =
+              [overlap = overlap.shared_from_this(), engine = std::weak_ptr<DdpEngine>(ddp.shared_engine()),
+               shard_buckets, inner = hook.on_registered] {
+                if (const auto alive = engine.lock()) overlap->attach(*alive, shard_buckets);
+                if (inner) inner();
+              }};
 }
 
 }  // namespace

@@ -2,15 +2,26 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <unordered_map>
 
 #include "lockstep/base/str.h"
+#include "lockstep/comm/call.h"
 
 namespace lockstep::detail {
 namespace {
 
 std::string place(const ParameterGroups& groups, std::size_t group, std::size_t position) {
   return groups.size() == 1 ? str("parameter ", position) : str("parameter ", position, " of group ", group);
+}
+
+std::string place_of(const ParameterGroups& groups, const at::Tensor& parameter) {
+  for (std::size_t i = 0; i < groups.size(); ++i) {
+    for (std::size_t j = 0; j < groups[i].size(); ++j) {
+      if (groups[i][j].is_same(parameter)) return place(groups, i, j);
+    }
+  }
+  return "a parameter";
 }
 
 bool is_same_type(const at::Tensor& one, const at::Tensor& other) {
@@ -49,6 +60,58 @@ void check_parameters(const ParameterGroups& groups, const std::string& who) {
     }
   }
   TORCH_CHECK(first != nullptr, who, ": there is no parameter. Pass at least one.");
+}
+
+void check_memory_is_apart(const ParameterGroups& groups, const std::string& who) {
+  struct Extent {
+    const char* begin = nullptr;
+    const char* end = nullptr;
+    std::size_t group = 0;
+    std::size_t position = 0;
+  };
+  const auto refuse = [&](const Extent& one, const Extent& other) {
+    TORCH_CHECK(false, who, ": ", place(groups, one.group, one.position), " and ",
+                place(groups, other.group, other.position),
+                " share memory. Divided among ranks they would be updated apart: let the module use one tensor for ",
+                "both, or use ZeroStage::kReplicated.");
+  };
+  std::vector<Extent> dense;
+  std::unordered_map<const void*, Extent> with_gaps;
+  for (std::size_t i = 0; i < groups.size(); ++i) {
+    for (std::size_t j = 0; j < groups[i].size(); ++j) {
+      const auto& parameter = groups[i][j];
+      if (parameter.numel() == 0 || parameter.is_meta()) continue;
+      const auto* begin = static_cast<const char*>(parameter.const_data_ptr());
+      const Extent extent{begin, begin + parameter.nbytes(), i, j};
+      if (parameter.is_non_overlapping_and_dense()) {
+        dense.push_back(extent);
+      } else if (const auto [before, is_new] = with_gaps.emplace(begin, extent); !is_new) {
+        refuse(before->second, extent);  // gaps of one may hold the other, unless they begin together
+      }
+    }
+  }
+  std::stable_sort(dense.begin(), dense.end(), [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+  for (std::size_t i = 1; i < dense.size(); ++i) {
+    if (dense[i].begin < dense[i - 1].end) refuse(dense[i - 1], dense[i]);
+  }
+}
+
+void take_back_moved(const std::vector<const FlatShard*>& buffers, const ParameterGroups& groups,
+                     const std::string& who) {
+  std::vector<std::pair<const FlatShard*, std::size_t>> moved;
+  for (const auto* flat : buffers) {
+    for (const auto index : flat->moved(flat->parameters().size())) moved.emplace_back(flat, index);
+  }
+  if (moved.empty()) return;
+  for (const auto& [flat, index] : moved) {
+    const auto& parameter = flat->parameters()[index];
+    TORCH_CHECK(flat->fits(index), who, ": ", place_of(groups, parameter), " is ", describe(parameter), " on ",
+                parameter.device(), " now. The optimizer has it in a buffer of ", flat->buffer().scalar_type(), " on ",
+                flat->buffer().device(), " with the sizes it had. Make the optimizer anew after such a change; with ",
+                "DDP's mixed_precision, let the backward of every forward run before the step.");
+  }
+  check_memory_is_apart(groups, who);
+  for (const auto& [flat, index] : moved) flat->take_back(index);
 }
 
 Facts facts_of(const ParameterGroups& groups) {

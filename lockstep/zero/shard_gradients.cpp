@@ -9,6 +9,7 @@
 #include "lockstep/ddp/engine.h"
 #include "lockstep/zero/element_slices.h"
 #include "lockstep/zero/optimizer.h"
+#include "lockstep/zero/sharding.h"
 
 namespace lockstep {
 
@@ -55,11 +56,15 @@ std::unique_ptr<detail::Division> ZeroOptimizer::shard_gradients() {
     std::vector<detail::ScatteredGradients::Cut> cuts;
     for (const auto& bucket : plan.buckets()) {
       auto& parameters = blocks.emplace_back();
-      for (const auto index : bucket.parameters) parameters.push_back(reducer.parameters()[index]);
-      cuts.push_back({.plan = detail::ElementSlices::plan_for(parameters, group_->getSize()),
-                      .options = parameters.front().options().requires_grad(false)});
+      auto& cut = cuts.emplace_back();
+      for (const auto index : bucket.parameters) {
+        parameters.push_back(reducer.parameters()[index]);
+        cut.members.push_back({parameters.back(), plan.parameters()[index].name, indices[index]});
+      }
+      cut.layout = detail::ElementSlices::layout_for(parameters, group_->getSize());
     }
-    scattered = std::make_shared<detail::ScatteredGradients>(std::move(cuts), std::move(indices), group_);
+    scattered = std::make_shared<detail::ScatteredGradients>(std::move(cuts), std::move(indices), group_, who(),
+                                                             [this] { check_preparation_is_mirrored(); });
     return scattered;
   };
   reducer.set_scatter(scatter, "ZeroStage::kGradients divides the gradients");
@@ -70,6 +75,7 @@ void ZeroOptimizer::give_gradients_back() noexcept {
   try {
     const auto ddp = options_.ddp.engine();
     if (ddp && sharding_) ddp->reducer()->clear_scatter();
+    if (sharding_) sharding_->drop_gradients();
   } catch (const std::exception& error) {
     LOG(WARNING) << "[lockstep/zero] DDP cannot average gradients again: " << error.what();
   }

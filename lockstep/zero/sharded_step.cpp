@@ -9,12 +9,8 @@
 namespace lockstep::detail {
 
 ShardedStep::ShardedStep(torch::optim::Optimizer& whole, const LocalOptimizerType& type,
-                         std::unique_ptr<Division> division, bool has_sharded_gradients, std::string who)
-    : whole_(whole),
-      type_(type),
-      division_(std::move(division)),
-      who_(std::move(who)),
-      warns_of_whole_gradients_(has_sharded_gradients) {
+                         std::unique_ptr<Division> division, std::string who)
+    : whole_(whole), type_(type), division_(std::move(division)), who_(std::move(who)) {
   division_->set_groups(whole_groups());
   local_ = type_.make(local_groups());
   copy_options(*local_, whole_);
@@ -115,26 +111,18 @@ ShardingBytes ShardedStep::bytes() const {
 }
 
 void ShardedStep::take_gradients() {
-  if (warns_of_whole_gradients_) warn_of_whole_gradients();
+  if (division_->has_only_whole_gradients() && !std::exchange(has_warned_of_whole_gradients_, true)) {
+    TORCH_WARN(who_,
+               ": this step uses no gradient that the optimizer's DistributedDataParallel has averaged, but what ",
+               "this rank has in .grad, for its shard. Call the DistributedDataParallel, not its module, and end ",
+               "no_sync() before the last backward; if the module was wrapped anew, make the optimizer anew too, else ",
+               "gradients are whole on every rank.");
+  }
   if (division_->must_recut()) {
     const auto held = pieces();
     rebuild_local(source_of(held));
   }
   division_->take_gradients();
-}
-
-void ShardedStep::warn_of_whole_gradients() {
-  // Asked in every step: mostly there is none, and the shard's need not be looked at.
-  const auto& groups = whole_.param_groups();
-  const bool has_whole = std::any_of(groups.begin(), groups.end(), [](const auto& group) {
-    return std::any_of(group.params().begin(), group.params().end(),
-                       [](const at::Tensor& parameter) { return parameter.grad().defined(); });
-  });
-  if (!has_whole || !own_gradients().empty()) return;
-  warns_of_whole_gradients_ = false;
-  TORCH_WARN(who_, ": this step uses no gradient, though there are some in .grad. With ZeroStage::kGradients it ",
-             "uses those of averaged backwards only: call the DistributedDataParallel, not its module, and end ",
-             "no_sync() before the last backward.");
 }
 
 }  // namespace lockstep::detail

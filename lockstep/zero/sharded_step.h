@@ -12,15 +12,15 @@ namespace lockstep::detail {
 
 class ShardedStep final : public Sharding {
  public:
-  /// `whole` has the groups that programs see; they are divided at once. `who` opens messages. With
-  /// `has_sharded_gradients` a step that finds gradients in .grad only warns, once, that it does not use them.
+  /// `whole` has the groups that programs see; they are divided at once. `who` opens messages.
   ShardedStep(torch::optim::Optimizer& whole, const LocalOptimizerType& type, std::unique_ptr<Division> division,
-              bool has_sharded_gradients, std::string who);
+              std::string who);
 
   void on_group_change() override;
   void on_trainability_change() override;
   at::Tensor step(const LocalStep& local_step, torch::optim::Optimizer::LossClosure closure) override;
   void sync() override { division_->sync(); }
+  std::vector<const FlatShard*> flat_buffers() const override { return division_->flat_buffers(); }
   std::vector<at::Tensor> own_gradients() const override { return division_->own_gradients(); }
   void drop_gradients() override { division_->drop_gradients(); }
   void check_has_state(const char* /*what*/) const override {}
@@ -38,14 +38,13 @@ class ShardedStep final : public Sharding {
   /// Lets the division cut the shard anew, and makes a local optimizer for it with this state.
   void rebuild_local(const StateSource& source);
   void take_gradients();
-  void warn_of_whole_gradients();
 
   torch::optim::Optimizer& whole_;
   const LocalOptimizerType& type_;
   const std::unique_ptr<Division> division_;
   const std::string who_;
   std::unique_ptr<torch::optim::Optimizer> local_;
-  bool warns_of_whole_gradients_;
+  bool has_warned_of_whole_gradients_ = false;
 };
 
 }  // namespace lockstep::detail

@@ -36,6 +36,9 @@ class Sharding {
   /// Gives all ranks every rank's shard of the parameters. Collective and blocking.
   virtual void sync() = 0;
 
+  /// The buffers that parameters are views of.
+  virtual std::vector<const FlatShard*> flat_buffers() const = 0;
+
   /// The gradients of this rank's shard, as views.
   virtual std::vector<at::Tensor> own_gradients() const = 0;
   /// Forgets gradients that are in no .grad.

@@ -16,7 +16,10 @@ class StateAccess {
   static void set_consolidated(ZeroOptimizer& optimizer, std::optional<OptimizerStateDict> dict) {
     optimizer.consolidated_ = std::move(dict);
   }
-  static void load_from(ZeroOptimizer& optimizer, const OptimizerStateDict& groups, const StateSource& source);
+  /// Throws if the optimizer could not load such state, without tensors larger than an element.
+  static void check_kind(const ZeroOptimizer& optimizer, const OptimizerStateDict& dict) { optimizer.check_kind(dict); }
+  static void load_from(ZeroOptimizer& optimizer, const OptimizerStateDict& groups, const StateSource& source,
+                        const std::string& description);
 };
 
 }  // namespace lockstep::detail

@@ -1,9 +1,11 @@
 #include "lockstep/zero/streaming.h"
 
+#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 
 #include <random>
+#include <set>
 
 #include "lockstep/base/str.h"
 #include "lockstep/comm/failure_notice.h"
@@ -79,6 +81,24 @@ void write_index_together(const ZeroOptimizer& optimizer, const std::string& pat
   });
 }
 
+/// One state of each kind in the save, with a zero for each tensor: the same on all ranks, whatever they read of it.
+OptimizerStateDict kinds_of(const detail::StateIndex& index) {
+  OptimizerStateDict kinds;
+  std::set<std::vector<std::string>> seen;
+  for (const auto& placed : index.pieces) {
+    std::vector<std::string> names;
+    for (const auto& [name, value] : placed.piece.values) names.push_back(name);
+    if (!seen.insert(std::move(names)).second) continue;
+    auto values = placed.piece.values;
+    for (auto& [name, value] : values) {
+      const auto form = detail::form_of(value);
+      if (form) value = at::zeros(form->sizes.empty() ? std::vector<int64_t>() : std::vector<int64_t>{1}, form->dtype);
+    }
+    kinds.state.emplace(placed.piece.index, std::move(values));
+  }
+  return kinds;
+}
+
 }  // namespace
 
 namespace detail {
@@ -88,8 +108,9 @@ std::vector<StatePiece> StateAccess::pieces(ZeroOptimizer& optimizer) {
   return optimizer.own_pieces();
 }
 
-void StateAccess::load_from(ZeroOptimizer& optimizer, const OptimizerStateDict& groups, const StateSource& source) {
-  optimizer.load_from(groups, source);
+void StateAccess::load_from(ZeroOptimizer& optimizer, const OptimizerStateDict& groups, const StateSource& source,
+                            const std::string& description) {
+  optimizer.load_from(groups, source, description);
 }
 
 }  // namespace detail
@@ -176,7 +197,9 @@ void load_sharded(ZeroOptimizer& optimizer, const std::string& path) {
     as_saved[saved_at[i]] = parameters[i];
   }
   const auto source = detail::source_of(path, index, as_saved);
-  StateAccess::load_from(optimizer, index.groups, detail::with_indices(source, saved_at));
+  StateAccess::check_kind(optimizer, kinds_of(index));
+  StateAccess::load_from(optimizer, index.groups, detail::with_indices(source, saved_at),
+                         str("of save ", index.save_id));
 }
 
 }  // namespace lockstep

@@ -5,17 +5,23 @@
 namespace lockstep::detail {
 namespace {
 
-/// Copies where the parameter is and, if they have its sizes, laid out like it: fused kernels want that.
+/// Copies where the parameter is and, if they have its sizes, of its dtype and laid out like it: fused kernels want
+/// that.
 NamedValues placed_beside(const at::Tensor& parameter, const NamedValues& values) {
   auto copies = copied_to(values, parameter.device());
   for (auto& [name, value] : copies) {
     if (!value.isTensor()) continue;
-    const auto& tensor = value.toTensor();
+    auto tensor = value.toTensor();
     if (tensor.dim() == 0 && parameter.dim() > 0) {
       // Counters such as a step are read by the host in every step.
       value = tensor.cpu();
-    } else if (tensor.sizes() == parameter.sizes() && tensor.strides() != parameter.strides()) {
-      value = unflattened_like(flattened_like(tensor, parameter), parameter);
+    } else if (tensor.sizes() == parameter.sizes()) {
+      // As Python does: a save may be of a run in another precision.
+      if (tensor.is_floating_point() && parameter.is_floating_point()) tensor = tensor.to(parameter.scalar_type());
+      if (tensor.strides() != parameter.strides()) {
+        tensor = unflattened_like(flattened_like(tensor, parameter), parameter);
+      }
+      value = tensor;
     }
   }
   return copies;
@@ -71,6 +77,13 @@ std::vector<at::Tensor> WholeParameters::own_gradients() const {
     }
   }
   return gradients;
+}
+
+std::vector<const FlatShard*> WholeParameters::flat_buffers() const {
+  std::vector<const FlatShard*> buffers;
+  if (!views_) return buffers;
+  for (const auto& flat : views_->flat_buffers()) buffers.push_back(&flat);
+  return buffers;
 }
 
 void WholeParameters::sync() {

@@ -23,6 +23,7 @@ class WholeParameters final : public Division {
   std::vector<std::vector<at::Tensor>> local_parameters() const override;
   void on_trainability_change() override;
   std::vector<at::Tensor> own_gradients() const override;
+  std::vector<const FlatShard*> flat_buffers() const override;
   void sync() override;
   std::vector<StatePiece> pieces(const torch::optim::Optimizer& local) const override;
   OptimizerStateDict load(const StateSource& source) override;

@@ -23,7 +23,6 @@ std::vector<Rule> program_rules() {
                 "wrapper=default|gradient_as_bucket_view|mixed_precision|allreduce_hook|bf16_compress_hook|delayed"},
        .text = "[lockstep/",
        .is_late = true},
-      {.when = {"model=branches by rank", "wrapper=per_parameter", "world=2|3"}, .text = "per_parameter"},
       {.when = {"model=branches by step", "wrapper=static_graph"}, .text = "static_graph", .is_late = true},
       {.when = {"model=opaque output", "wrapper=find_unused_parameters"}, .text = "return from forward() everything"},
 

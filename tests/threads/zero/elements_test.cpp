@@ -37,7 +37,8 @@ TEST(ZeroElements, AreDividedEvenlyEvenIfOneParameterIsHuge) {
       optimizer.step();
       plain.step();
       expect_same(parameters, expected);
-      EXPECT_EQ(recorder.events("launch").size(), world.world_size() == 1 ? 0U : 1U) << "one all-gather";
+      const auto compared = step == 0 ? 1U : 0U;  // once, whether ranks list the same
+      EXPECT_EQ(recorder.events("launch").size(), world.world_size() == 1 ? 0U : 1U + compared) << "one all-gather";
     }
     constexpr int64_t kTotal = 3 + 41000 + 7 + 4;
     constexpr int64_t kAlignment = 64 / sizeof(float);

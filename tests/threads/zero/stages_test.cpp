@@ -402,7 +402,7 @@ TEST(ZeroStages, KeepASliceOfTheGradientsAndTwoBuckets) {
         }
         for (int step = 0; step < 3; ++step) {
           ddp(random_batch(kRows, 64, step)).pow(2).mean().backward();
-          for (const auto& each : parameters) EXPECT_FALSE(each.grad().defined());
+          for (const auto& each : parameters) EXPECT_FALSE(each.grad().has_storage()) << "it stands in for a slice";
           zero.step();
         }
         const auto all = zero.memory_report().parameters;
@@ -501,7 +501,7 @@ TEST(ZeroStages, RefuseWhatCannotBe) {
         zero_grads(ddp);
         zero.emplace(all, adamw(), at_stage(ZeroStage::kGradients, ddp));
         loss_of(ddp, world, 1).backward();
-        EXPECT_FALSE(all[0].grad().defined());
+        EXPECT_FALSE(all[0].grad().has_storage()) << "it stands in for a slice";
       },
       {2}, {"threads"});
 }
@@ -564,7 +564,6 @@ TEST(ZeroStages, RepeatABackwardWhoseReductionFailed) {
             if (step == 1) {
               const auto failing = testing::fail_call(CallKind::kReduceScatterSingle, 1, "no way out");
               expect_error([&] { loss_of(ddp, world, 2 * step + i).backward(); }, {"no way out"});
-              for (const auto& parameter : ddp.parameters()) parameter.mutable_grad().reset();
             }
             loss_of(ddp, world, 2 * step + i).backward();
             loss_of(expected_ddp, world, 2 * step + i).backward();

@@ -1,6 +1,7 @@
 // The optimizers as torch::optim::Optimizer: groups, schedulers, refusals, and which kernels they use.
 #include "lockstep/optim/optimizers.h"
 
+#include "lockstep/optim/functional.h"
 #include "tests/support/optim_parameters.h"
 
 namespace lockstep::optimizers_test {
@@ -123,6 +124,18 @@ TEST(Optimizers, NameBadOptions) {
 at::Tensor sparse_rows(const std::vector<int64_t>& rows, const at::Tensor& values, at::IntArrayRef sizes) {
   const auto indices = at::tensor(rows, at::kLong).unsqueeze(0);
   return at::sparse_coo_tensor(indices, values, sizes);
+}
+
+// Python warns, or throws
+TEST(Optimizers, RefuseAParameterThatIsListedTwice) {
+  const auto parameters = made_parameters();
+  const std::vector<at::Tensor> twice = {parameters[0], parameters[1], parameters[0]};
+  testing::expect_error([&] { optim::AdamW(twice, {}); }, {"AdamW", "parameters 0 and 2", "List it once"});
+  testing::expect_error([&] { optim::FunctionalSGD(twice, {}); }, {"parameters 0 and 2"});
+  optim::SGD optimizer(std::vector<at::Tensor>{parameters[0]});
+  testing::expect_error([&] { optimizer.add_param_group({{parameters[1], parameters[1]}}); }, {"parameters 1 and 2"});
+  testing::expect_error([&] { optimizer.add_param_group({{parameters[0]}}); }, {"parameters 0 and 1"});
+  EXPECT_EQ(optimizer.param_groups().size(), 1U);
 }
 
 TEST(Optimizers, TakeSparseGradientsWherePythonDoes) {
