@@ -91,8 +91,8 @@ void AllReduceSink::launch(Bucket& bucket) {
     progress.reduction = launch_all_reduce(bucket.buffer(), setup_.group);
     return;
   }
-  progress.given_to_hook = std::make_shared<GradBucket>(
-      bucket.as_grad_bucket(setup_.plan.buckets().size(), bucket.buffer(), setup_.group));
+  progress.given_to_hook =
+      std::make_shared<GradBucket>(bucket.as_grad_bucket(setup_.plan.buckets().size(), bucket.buffer(), setup_.group));
   try {
     progress.future = run_hook(*progress.given_to_hook);
     TORCH_CHECK(progress.future, "it returned no future");

@@ -39,8 +39,7 @@ std::vector<Rule> program_rules() {
        .text = "which cannot be together with"},
       {.when = {"way=gradients", "wrapper=per_parameter|delayed"}, .text = "ZeroStage::kGradients"},
       {.when = {"way=gradients", "model=sparse|complex"}, .text = "which cannot be together with"},
-      {.when = {"way=gradients", "event=freeze|unfreeze and wrap again|wrap again"},
-       .text = "ZeroStage::kGradients"},
+      {.when = {"way=gradients", "event=freeze|unfreeze and wrap again|wrap again"}, .text = "ZeroStage::kGradients"},
       {.when = {"way=gradients", "event=unfreeze", "world=1"}, .text = "ZeroStage::kGradients"},
       {.when = {"way=gradients", "event=add group"}, .text = "is not in the optimizer"},
 
