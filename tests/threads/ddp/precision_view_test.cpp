@@ -4,6 +4,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/serialize.h>
 
+#include <thread>
+
 #include "lockstep/testing/interpose.h"
 #include "tests/support/ddp_models.h"
 
@@ -241,6 +243,69 @@ LOCKSTEP_THREAD_TEST(DdpPrecisionView, ALayerUsedBesideTheWrapperComputesInFullP
   const auto mine = my_rows(batch, world);
   loss_of(ddp(mine), model->encoder->forward(mine)).backward();
   expect_close(gradients_of(*model), gradients_of(*alone), 0.03);
+}
+
+/// Uses its encoder itself, and a wrapper that has it too.
+struct NestingImpl : torch::nn::Module {
+  NestingImpl(torch::nn::Linear shared, const GroupPtr& group, std::optional<MixedPrecision> inside)
+      : encoder(register_module("encoder", std::move(shared))),
+        head(register_module("head", seeded(torch::nn::Linear(6, 2), 2))),
+        inner(std::make_shared<DistributedDataParallel<Headed>>(Headed(encoder, 1), group,
+                                                                DdpOptions{.mixed_precision = inside})) {}
+  at::Tensor forward(const at::Tensor& input) {
+    const auto inside = inner->forward(input).to(input.scalar_type());
+    seen = encoder->weight.scalar_type();
+    return head->forward(encoder->forward(input)) + inside;
+  }
+  torch::nn::Linear encoder;
+  torch::nn::Linear head;
+  std::shared_ptr<DistributedDataParallel<Headed>> inner;
+  at::ScalarType seen = at::kFloat;
+};
+
+// one wrapper's forward inside of the other's
+LOCKSTEP_THREAD_TEST(DdpPrecisionView, WrappersInsideOfEachOtherPutBackWhatTheyFound, 2) {
+  const auto run = [&](std::optional<MixedPrecision> outside, std::optional<MixedPrecision> inside) {
+    const auto model = std::make_shared<NestingImpl>(seeded(torch::nn::Linear(4, 6)), world.group(), inside);
+    DistributedDataParallel ddp(model, world.group(), {.mixed_precision = outside});
+    ddp(my_rows(random_batch(8, 4, 3), world)).to(at::kFloat).pow(2).mean().backward();
+    EXPECT_EQ(model->seen, outside ? at::kBFloat16 : at::kFloat);
+    expect_full(*model);
+    expect_full(*model->inner->module());
+    auto gradients = gradients_of(*model);
+    for (const auto& gradient : gradients_of(*model->inner->module())) gradients.push_back(gradient);
+    return gradients;
+  };
+  const auto expected = run(std::nullopt, std::nullopt);
+  const MixedPrecision half{.param_dtype = at::kHalf, .reduce_dtype = at::kFloat};
+  expect_close(run(kBf16, half), expected, 0.05);
+  expect_close(run(kBf16, kBf16InFloat), expected, 0.05);
+  expect_close(run(std::nullopt, half), expected, 0.05);
+}
+
+struct ThreadedImpl : torch::nn::Module {
+  ThreadedImpl()
+      : left(register_module("left", seeded(torch::nn::Linear(4, 3), 1))),
+        right(register_module("right", seeded(torch::nn::Linear(4, 3), 2))) {}
+  at::Tensor forward(const at::Tensor& input) {
+    at::Tensor from_right;
+    std::thread([&] { from_right = right->forward(input); }).join();
+    return left->forward(input) * from_right;
+  }
+  torch::nn::Linear left;
+  torch::nn::Linear right;
+};
+TORCH_MODULE(Threaded);
+
+LOCKSTEP_THREAD_TEST(DdpPrecisionView, ForwardMayUseThreadsOfItsOwn, 2) {
+  Threaded alone;
+  alone->forward(random_batch(8, 4, 3)).pow(2).mean().backward();
+  Threaded model;
+  DistributedDataParallel ddp(model, world.group(), {.mixed_precision = kBf16});
+  auto mine = my_rows(random_batch(8, 4, 3), world).requires_grad_();
+  ddp(mine).pow(2).mean().backward();
+  EXPECT_EQ(mine.grad().scalar_type(), at::kFloat);
+  expect_close(gradients_of(*model), gradients_of(*alone), 0.05);
 }
 
 struct NormedImpl : torch::nn::Module {
