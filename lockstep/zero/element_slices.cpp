@@ -194,8 +194,24 @@ bool ElementSlices::must_recut() const {
   return false;
 }
 
+void ElementSlices::check_gradients_are_dense() const {
+  int64_t index = 0;
+  for (const auto& group : groups_) {
+    for (const auto& parameter : group) {
+      const auto& gradient = parameter.grad();
+      TORCH_CHECK(!gradient.defined() || gradient.layout() == at::kStrided,
+                  "[lockstep/zero] the gradient of parameter ", index,
+                  " is sparse, and slices of those cannot be taken. Use ZeroPartition::kParameters.");
+      TORCH_CHECK(!gradient.defined() || gradient.has_storage(), "[lockstep/zero] the gradient of parameter ", index,
+                  " is divided among the ranks by another optimizer (ZeroStage::kGradients), which has to step it.");
+      ++index;
+    }
+  }
+}
+
 void ElementSlices::take_gradients() {
   const at::NoGradGuard no_grad;
+  if (!scattered_) check_gradients_are_dense();
   for (auto& block : blocks_) {
     for (auto& run : block.runs) run.parameter.mutable_grad() = gradient_of(block, run);
   }
@@ -213,14 +229,6 @@ at::Tensor ElementSlices::gradient_of(Block& block, const Run& run) const {
   if (!has_gradient(first)) return {};
   const auto slice = block.flat.own_range();
   if (scattered_) return part_of(scattered_->slice(block.number), moved(run.elements, -slice.begin));
-  for (std::size_t i = run.first; i < run.last; ++i) {
-    TORCH_CHECK(block.pieces[i].of.parameter.grad().layout() == at::kStrided,
-                "[lockstep/zero] the gradient of parameter ", block.pieces[i].of.index,
-                " is sparse, and slices of those cannot be taken. Use ZeroPartition::kParameters.");
-    TORCH_CHECK(block.pieces[i].of.parameter.grad().has_storage(), "[lockstep/zero] the gradient of parameter ",
-                block.pieces[i].of.index, " is divided among the ranks by another optimizer (ZeroStage::kGradients), ",
-                "which has to step it.");
-  }
   const auto& parameter = first.of.parameter;
   const auto dtype = block.flat.buffer().scalar_type();
   if (is_large(run.elements) && run.last == run.first + 1 && lies_like(parameter.grad(), parameter, dtype)) {

@@ -84,6 +84,8 @@ class ElementSlices final : public Division {
 
   Block made_block(const std::vector<Member>& members) const;
   bool has_gradient(const Piece& piece) const;
+  /// Of all parameters, whatever this rank has of them: either all ranks throw, or none.
+  void check_gradients_are_dense() const;
   /// As the run's parameter lies; a view if there is nothing to put together.
   at::Tensor gradient_of(Block& block, const Run& run) const;
   Run made_run(const Block& block, std::size_t first, std::size_t last) const;
