@@ -12,6 +12,9 @@ constexpr const char* kDividedWays = "way=parameters|bucket views|elements|gradi
 constexpr const char* kUndelayed =
     "wrapper=default|find_unused_parameters|static_graph|gradient_as_bucket_view|per_parameter|mixed_precision|"
     "allreduce_hook|bf16_compress_hook";
+/// Not one backward for one forward.
+constexpr const char* kOtherForwards =
+    "loop=several forwards|forward for the log|no_sync after synced|module throws|loss throws|backward throws";
 constexpr const char* kMismatch = "All ranks must make the same calls in the same order";
 
 }  // namespace
@@ -39,8 +42,9 @@ std::vector<Rule> program_rules() {
        .text = "which cannot be together with"},
       {.when = {"way=gradients", "wrapper=per_parameter|delayed"}, .text = "ZeroStage::kGradients"},
       {.when = {"way=gradients", "model=sparse|complex"}, .text = "which cannot be together with"},
-      {.when = {"way=gradients", "event=freeze|unfreeze and wrap again|wrap again"}, .text = "ZeroStage::kGradients"},
+      {.when = {"way=gradients", "event=unfreeze and wrap again"}, .text = "ZeroStage::kGradients"},
       {.when = {"way=gradients", "event=unfreeze", "world=1"}, .text = "ZeroStage::kGradients"},
+      {.when = {"way=gradients", "event=freeze"}, .text = "[lockstep/", .is_late = true},
       {.when = {"way=gradients", "event=add group"}, .text = "is not in the optimizer"},
 
       // Steps inside of backward (docs/zero.md, "What else holds").
@@ -76,11 +80,10 @@ std::vector<Rule> program_rules() {
       // step (docs/join.md). What else live ranks do is noticed when others mirror something else.
       {.when = {"inputs=uneven", "wrapper=per_parameter|delayed"}, .text = "cannot be in a Join scope with"},
       {.when = {"inputs=uneven", "model=two models"}, .text = "[lockstep/join]"},
-      {.when =
-           {"inputs=uneven", "world=2|3",
-            "loop=several forwards|forward for the log|no_sync after synced|module throws|loss throws|backward throws"},
+      {.when = {"inputs=uneven", "world=2|3", "way=plain|replicated|overlap|interleaved", kOtherForwards},
        .text = kMismatch},
       // By then ranks have stepped their shards.
+      {.when = {"inputs=uneven", "world=2|3", kDividedWays, kOtherForwards}, .text = kMismatch, .is_late = true},
       {.when = {"inputs=uneven", "world=2|3", kDividedWays, "loop=accumulate synced|evaluation between|skipped step"},
        .text = kMismatch,
        .is_late = true},
