@@ -100,7 +100,7 @@ const std::vector<Wrapper>& wrappers() {
       {.name = "mixed_precision",
        .options = ".mixed_precision = MixedPrecision{.param_dtype = at::kBFloat16, .buffer_dtype = at::kBFloat16}",
        .set = set_low_precision,
-       .tolerance = 1e-2},
+       .tolerance = 2.5e-2},
       {.name = "allreduce_hook",
        .options = "",
        .text = "ddp.register_comm_hook(allreduce_hook(group));",
