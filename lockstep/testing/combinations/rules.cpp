@@ -53,6 +53,7 @@ std::vector<Rule> program_rules() {
       {.when = {"way=overlap|interleaved", "wrapper=per_parameter"}, .text = "needs buckets"},
       {.when = {"way=overlap|interleaved", "wrapper=delayed"}, .text = "delay_all_reduce_named_params"},
       {.when = {"way=overlap|interleaved", "model=sparse"}, .text = "sparse gradient"},
+      {.when = {"way=overlap|interleaved", "loop=backward throws"}, .text = "an earlier backward failed"},
       {.when = {"way=overlap|interleaved", "event=add group"}, .text = "is none of the optimizer's parameters"},
       {.when = {"way=overlap|interleaved", "event=resume"}, .text = "is not possible yet"},
       {.when = {"way=overlap|interleaved", "event=freeze"}, .text = "[lockstep/", .is_late = true},
@@ -80,7 +81,9 @@ std::vector<Rule> program_rules() {
       // step (docs/join.md). What else live ranks do is noticed when others mirror something else.
       {.when = {"inputs=uneven", "wrapper=per_parameter|delayed"}, .text = "cannot be in a Join scope with"},
       {.when = {"inputs=uneven", "model=two models"}, .text = "[lockstep/join]"},
-      {.when = {"inputs=uneven", "world=2|3", "way=plain|replicated|overlap|interleaved", kOtherForwards},
+      {.when = {"inputs=uneven", "world=2|3", "way=plain|replicated", kOtherForwards}, .text = kMismatch},
+      {.when = {"inputs=uneven", "world=2|3", "way=overlap|interleaved",
+                "loop=several forwards|forward for the log|no_sync after synced|module throws|loss throws"},
        .text = kMismatch},
       // By then ranks have stepped their shards.
       {.when = {"inputs=uneven", "world=2|3", kDividedWays, kOtherForwards}, .text = kMismatch, .is_late = true},
