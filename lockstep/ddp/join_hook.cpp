@@ -90,6 +90,7 @@ void DdpEngine::tell_of_difference(const std::string& message) {
 
 JoinTally DdpEngine::begin_join_iteration(bool is_synced) {
   JoinTally tally;
+  reducer_->set_refuses_added_gradients(is_joining() && !joinable_->join_config().throw_on_early_termination);
   if (is_joining()) {
     const JoinVote vote{.will_reduce = is_synced};
     tally = Join::notify(*joinable_, vote);

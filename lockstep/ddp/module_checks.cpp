@@ -52,15 +52,13 @@ ModuleTraits check_module(const torch::nn::Module& module, const DdpOptions& opt
     TORCH_CHECK(!tensor.requires_grad() || tensor.sizes() != at::IntArrayRef({0}), "[lockstep/ddp] parameter '", name,
                 "' has no shape yet. Run a forward pass that gives it one before you wrap the module.");
   }
-  for (const auto& [name, tensor] : all) {
-    TORCH_CHECK(!tensor.is_meta(), "[lockstep/ddp] parameter '", name,
-                "' has no memory yet (device meta). Give it some before you wrap the module: materialize_module(), "
-                "after a deferred_init.");
-  }
   std::set<std::string> types;
   for (const auto& [name, tensor] : all) types.insert(c10::DeviceTypeName(tensor.device().type(), true));
   TORCH_CHECK(types.size() == 1, "[lockstep/ddp] the module's parameters must be on one type of device, but are on ",
               join(types, ", "));
+  TORCH_CHECK(!all[0].second.is_meta(), "[lockstep/ddp] parameter '", all[0].first,
+              "' has no memory yet (device meta). Give it some before you wrap the module: materialize_module(), after "
+              "a deferred_init.");
   ModuleTraits traits;
   traits.device = all[0].second.device();
   traits.is_multi_device = devices_of(all).size() > 1;

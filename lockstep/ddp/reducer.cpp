@@ -199,7 +199,10 @@ void Reducer::take(std::size_t index) {
     mark_used(index);
     return static_graph_.count(index);
   }
-  if (!step_.has_begun) record_.ready_order.clear();  // the last backward's
+  if (!step_.has_begun) {
+    check_not_added(index);
+    record_.ready_order.clear();  // the last backward's
+  }
   if (!std::exchange(step_.has_marked_unused, true)) {
     forget_abandoned_marks();
     step_.marks_unused_at_end = searches_unused() && others_may_add_gradients();
@@ -227,6 +230,30 @@ void Reducer::forget_abandoned_marks() {
       if (!grad.defined()) unused_.used.unmark(i);
       return false;
     });
+  }
+}
+
+void Reducer::check_not_added(std::size_t index) const {
+  if (averages_left_.empty()) return;
+  const auto& before = averages_left_[index];
+  const auto& gradient = setup_.parameters[index].grad();
+  // Adding counts one version more; whoever zeroes or replaces a gradient first leaves other traces.
+  const bool is_added = gradient.defined() && gradient.unsafeGetTensorImpl() == before.gradient &&
+                        gradient._version() == before.version + 1;
+  if (!is_added) return;
+  setup_.fail(str(setup_.who(),
+                  ": gradients were added to averaged ones of an earlier backward in a Join scope. Ranks ",
+                  "without inputs give zeros in both, so the averages would be others than without the scope. Zero ",
+                  "gradients after each averaged backward, and accumulate under no_sync()."));
+}
+
+void Reducer::note_averages() {
+  averages_left_.clear();
+  if (!refuses_added_gradients_) return;
+  for (const auto& parameter : setup_.parameters) {
+    const auto& gradient = parameter.grad();
+    const bool has_version = gradient.defined() && gradient.layout() == at::kStrided && gradient.has_storage();
+    averages_left_.push_back(has_version ? Average{gradient.unsafeGetTensorImpl(), gradient._version()} : Average{});
   }
 }
 
@@ -331,6 +358,7 @@ void Reducer::finish_backward() {
   has_local_gradients_ = false;
   if (searches_unused()) unused_.used.clear();
   for (const auto& pass : step_.passes) pass->is_reduced = true;
+  note_averages();
   end_step();
   times_.record(Mark::kBackwardCommEnd);
 }

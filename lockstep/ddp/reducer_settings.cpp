@@ -87,6 +87,12 @@ void Reducer::set_begin_listener(std::function<void()> listener) {
   on_begin_ = std::move(listener);
 }
 
+void Reducer::set_refuses_added_gradients(bool refuses) {
+  const std::lock_guard lock(mutex_);
+  refuses_added_gradients_ = refuses;
+  if (!refuses) averages_left_.clear();
+}
+
 void Reducer::set_finish_listener(std::function<void()> listener) {
   const std::lock_guard lock(mutex_);
   on_finish_ = std::move(listener);

@@ -20,7 +20,7 @@ constexpr int64_t kSampled = 4;  // of each parameter, at most
 
 /// From its middle: the first row of an embedding may be padding, which is never updated.
 at::Tensor few_of(at::Tensor tensor) {
-  if (tensor.is_complex()) tensor = at::view_as_real(tensor);
+  if (tensor.is_complex()) tensor = at::view_as_real(tensor.resolve_conj());
   if (tensor.dim() == 0) tensor = tensor.reshape({1});
   while (tensor.dim() > 1) tensor = tensor.select(0, tensor.size(0) / 2);
   return tensor.narrow(0, 0, std::min(kSampled, tensor.size(0)));

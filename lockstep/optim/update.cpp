@@ -34,7 +34,7 @@ bool is_fusable(const ParameterUpdate& update, const SlotsUsed& used) {
 }
 
 at::Tensor as_real(const at::Tensor& tensor) {
-  return tensor.is_complex() ? at::view_as_real(tensor) : tensor;
+  return tensor.is_complex() ? at::view_as_real(tensor.resolve_conj()) : tensor;
 }
 
 /// Elements below which libtorch's own loops use one thread.

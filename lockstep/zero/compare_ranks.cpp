@@ -28,7 +28,7 @@ constexpr int64_t kSampledElements = 16;
 at::Tensor sample_of(const at::Tensor& tensor) {
   auto row = detail::row_of(tensor);
   if (!row.defined()) row = tensor.detach().reshape({-1});
-  if (row.is_complex()) row = at::view_as_real(row).reshape({-1});
+  if (row.is_complex()) row = at::view_as_real(row.resolve_conj()).reshape({-1});
   const auto step = std::max<int64_t>(1, row.numel() / kSampledElements);
   return row.slice(0, 0, std::min(row.numel(), step * kSampledElements), step).to(at::kDouble);
 }

@@ -461,17 +461,5 @@ LOCKSTEP_THREAD_TEST(DdpPrecisionView, AccumulatesInFullPrecision, 2) {
   }
 }
 
-LOCKSTEP_THREAD_TEST(DdpPrecisionView, AParameterThatIsUnfrozenLaterGetsAFullGradient, 2) {
-  const Warnings quiet;
-  auto model = mlp({4, 8, 2});
-  model->layers[0]->weight.set_requires_grad(false);
-  DistributedDataParallel ddp(model, world.group(), {.mixed_precision = kBf16});
-  ddp(random_batch(2, 4, 1)).sum().backward();
-  model->layers[0]->weight.set_requires_grad(true);
-  ddp(random_batch(2, 4, 1)).sum().backward();
-  ASSERT_TRUE(model->layers[0]->weight.grad().defined());
-  expect_full(*model);
-}
-
 }  // namespace
 }  // namespace lockstep::precision_view_test

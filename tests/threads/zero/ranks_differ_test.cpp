@@ -346,7 +346,7 @@ TEST(ZeroRanksDiffer, IsNotSoAfterAnAbandonedAccumulation) {
         DistributedDataParallel plain_ddp(seeded(Branchy()), options);
         AdamW plain(plain_ddp.parameters(), adamw());
         train(plain_ddp, plain);
-        expect_same(plain_ddp->left->parameters(), untouched, "no decay");
+        expect_same(plain_ddp.module()->left->parameters(), untouched, "no decay");
         for (const auto stage : {ZeroStage::kState, ZeroStage::kGradients}) {
           DistributedDataParallel ddp(seeded(Branchy()), options);
           Zero zero(ddp.parameters(), adamw(), {.stage = stage, .ddp = ddp});
