@@ -47,6 +47,8 @@ void DdpEngine::check_join(const JoinSettings& settings) const {
 }
 
 std::unique_ptr<JoinHook> DdpEngine::join_hook(const JoinOptions& options) {
+  const bool is_mirrored = !joinable_->join_config().throw_on_early_termination;
+  if (reducer_) reducer_->set_warns_of_added_gradients(is_mirrored && group_->getSize() > 1);
   join_options_ = options;
   join_progress_ = {};
   if (logger_) logger_->set_uneven_input_join();
@@ -64,7 +66,10 @@ void DdpEngine::end_join(const Join& scope, int source) {
                              ". Mirror all that a live rank does ", "between backward and the next forward."));
     }
   }
-  if (reducer_) reducer_->forget_leftovers();
+  if (reducer_) {
+    reducer_->forget_leftovers();
+    reducer_->set_warns_of_added_gradients(false);
+  }
   const auto& live = scope.report().live_counts;
   const bool is_skewed = std::any_of(live.begin(), live.end(), [&](int count) { return count < group_->getSize(); });
   if (!is_skewed || !reducer_) return;
@@ -90,7 +95,6 @@ void DdpEngine::tell_of_difference(const std::string& message) {
 
 JoinTally DdpEngine::begin_join_iteration(bool is_synced) {
   JoinTally tally;
-  reducer_->set_refuses_added_gradients(is_joining() && !joinable_->join_config().throw_on_early_termination);
   if (is_joining()) {
     const JoinVote vote{.will_reduce = is_synced};
     tally = Join::notify(*joinable_, vote);

@@ -200,7 +200,7 @@ void Reducer::take(std::size_t index) {
     return static_graph_.count(index);
   }
   if (!step_.has_begun) {
-    check_not_added(index);
+    warn_if_added(index);
     record_.ready_order.clear();  // the last backward's
   }
   if (!std::exchange(step_.has_marked_unused, true)) {
@@ -233,7 +233,7 @@ void Reducer::forget_abandoned_marks() {
   }
 }
 
-void Reducer::check_not_added(std::size_t index) const {
+void Reducer::warn_if_added(std::size_t index) {
   if (averages_left_.empty()) return;
   const auto& before = averages_left_[index];
   const auto& gradient = setup_.parameters[index].grad();
@@ -241,15 +241,18 @@ void Reducer::check_not_added(std::size_t index) const {
   const bool is_added = gradient.defined() && gradient.unsafeGetTensorImpl() == before.gradient &&
                         gradient._version() == before.version + 1;
   if (!is_added) return;
-  setup_.fail(str(setup_.who(),
-                  ": gradients were added to averaged ones of an earlier backward in a Join scope. Ranks ",
-                  "without inputs give zeros in both, so the averages would be others than without the scope. Zero ",
-                  "gradients after each averaged backward, and accumulate under no_sync()."));
+  warns_of_added_gradients_ = false;
+  averages_left_.clear();
+  TORCH_WARN(
+      setup_.who(), ": in a Join scope the gradient of parameter '", setup_.name_of(index), "' was added to an ",
+      "average that was not zeroed. Ranks that have run out of inputs add nothing to it, so the earlier average ",
+      "is divided once more, as in Python: its part of the step becomes smaller. Zero gradients after each ",
+      "averaged backward, and accumulate under no_sync().");
 }
 
 void Reducer::note_averages() {
   averages_left_.clear();
-  if (!refuses_added_gradients_) return;
+  if (!warns_of_added_gradients_) return;
   for (const auto& parameter : setup_.parameters) {
     const auto& gradient = parameter.grad();
     const bool has_version = gradient.defined() && gradient.layout() == at::kStrided && gradient.has_storage();

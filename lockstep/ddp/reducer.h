@@ -116,8 +116,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void set_consumer(GradientConsumer consumer);
   /// Called when a reduction begins, before its first bucket is launched; may communicate, on all ranks alike.
   void set_begin_listener(std::function<void()> listener);
-  /// Whether gradients may be added to averaged ones that nobody zeroed. Ranks that mirror the backward could not know.
-  void set_refuses_added_gradients(bool refuses);
+  /// Whether to warn, once, of gradients that are added to averaged ones nobody zeroed: ranks that mirror the backward
+  /// cannot know of it.
+  void set_warns_of_added_gradients(bool warns);
   /// Told when a backward's gradients are all written.
   void set_finish_listener(std::function<void()> listener);
   /// Told every error before it is thrown.
@@ -190,7 +191,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   /// A gradient by which it is known again.
   struct Average {
     const c10::TensorImpl* gradient = nullptr;
-    uint32_t version = 0;
+    int64_t version = 0;
   };
 
   void set_comm_hook(CommHook hook);
@@ -240,7 +241,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   detail::UsedMap* used_map();
   void mark_ready(std::size_t index);
   void check_not_ready_twice(std::size_t index);
-  void check_not_added(std::size_t index) const;
+  void warn_if_added(std::size_t index);
   void note_averages();
   /// Marks of local backwards whose gradients the program has dropped since.
   void forget_abandoned_marks();
@@ -281,8 +282,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   detail::StepTimes times_;
   detail::UnusedParameters unused_;
   detail::StaticGraph static_graph_;
-  std::vector<Average> averages_left_;  // by parameter, as the last backward left them, if none may be added to
-  bool refuses_added_gradients_ = false;
+  std::vector<Average> averages_left_;  // by parameter, as the last backward left them, to warn of additions
+  bool warns_of_added_gradients_ = false;
   detail::ReadyOrder order_;
   int64_t iterations_ = 0;
   bool has_local_gradients_ = false;  // since the last reduction

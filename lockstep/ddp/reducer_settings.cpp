@@ -87,10 +87,10 @@ void Reducer::set_begin_listener(std::function<void()> listener) {
   on_begin_ = std::move(listener);
 }
 
-void Reducer::set_refuses_added_gradients(bool refuses) {
+void Reducer::set_warns_of_added_gradients(bool warns) {
   const std::lock_guard lock(mutex_);
-  refuses_added_gradients_ = refuses;
-  if (!refuses) averages_left_.clear();
+  warns_of_added_gradients_ = warns;
+  if (!warns) averages_left_.clear();
 }
 
 void Reducer::set_finish_listener(std::function<void()> listener) {

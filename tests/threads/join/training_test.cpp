@@ -553,5 +553,23 @@ TEST(JoinTraining, RanksThatAverageAtTheirOwnEndAreTold) {
   }
 }
 
+// A second averaged backward divides what ranks without inputs do not add to, as in Python; whoever zeroes is not told.
+LOCKSTEP_THREAD_TEST(JoinTraining, AdditionsToAveragesAreWarnedOf, 2) {
+  enum class Zeroing { kNone, kByReset, kInPlace };
+  for (const auto zeroing : {Zeroing::kNone, Zeroing::kByReset, Zeroing::kInPlace}) {
+    for (const bool as_view : {false, true}) {
+      const Warnings warnings;
+      DistributedDataParallel ddp(mlp({4, 3, 2}), world.group(), {.gradient_as_bucket_view = as_view});
+      ddp.join().run([&] {
+        for (int step = 0; step < 2 + world.rank(); ++step) {
+          loss_of(ddp, world.rank(), step).backward();
+          if (zeroing != Zeroing::kNone) ddp.zero_grad(zeroing == Zeroing::kByReset);
+        }
+      });
+      EXPECT_EQ(warnings.count("was added to an average that was not zeroed"), zeroing == Zeroing::kNone ? 1 : 0);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace lockstep::join_training_test

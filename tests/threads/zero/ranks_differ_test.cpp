@@ -394,44 +394,6 @@ TEST(ZeroRanksDiffer, IsNoMatterForTheOrderOfGradients) {
       {1, 2, 3}, {"threads", "shm"});
 }
 
-// Z-15: optimizers that step in backward divide by all ranks, as in Python, and say so where that is not what was asked
-TEST(ZeroRanksDiffer, IsNotCountedByOptimizersInBackward) {
-  on_ranks(
-      [](const World& world) {
-        const auto batch_of = [](int rank, int step) { return random_batch(4, kSizes[0], 10 * step + rank); };
-        const int steps = 1 + world.rank();
-        for (const bool divides_by_all : {true, false}) {
-          for (const bool is_fused : {true, false}) {
-            auto model = mlp(kSizes);
-            const auto factory = [](const std::vector<at::Tensor>& parameters) {
-              return std::make_shared<torch::optim::SGD>(parameters, 0.1);
-            };
-            if (!is_fused) apply_optimizer_in_backward(factory, model->parameters());
-            const Warnings warnings;
-            DistributedDataParallel ddp(model, world.group());
-            if (is_fused) ddp.register_fused_optim(factory);
-            Join({&ddp}, {.options = {.divide_by_initial_world_size = divides_by_all}}).run([&] {
-              for (int step = 0; step < steps; ++step) ddp(batch_of(world.rank(), step)).pow(2).mean().backward();
-            });
-            // One process with the batches of the ranks that have one.
-            auto single = mlp(kSizes);
-            torch::optim::SGD plain(single->parameters(), 0.1);
-            for (int step = 0; step < world.world_size(); ++step) {
-              plain.zero_grad();
-              for (int rank = step; rank < world.world_size(); ++rank) {
-                (single->forward(batch_of(rank, step)).pow(2).mean() / world.world_size()).backward();
-              }
-              plain.step();
-            }
-            expect_same(model->parameters(), single->parameters(), divides_by_all ? "by all" : "by live", {1e-5});
-            EXPECT_EQ(warnings.count("divided by the number of all ranks") > 0, !divides_by_all);
-            if (!is_fused) remove_optimizers_in_backward(model->parameters());
-          }
-        }
-      },
-      {2, 3}, {"threads"});
-}
-
 // Z-9: a hook that is refused leaves DDP as it was
 TEST(ZeroRanksDiffer, IsNotSoAfterARefusedHook) {
   using zero_overlap_fixtures::overlapped;
