@@ -233,6 +233,9 @@ void AllReduceSink::write_sparse(Bucket& bucket, UsedMap* used, const StepTerms&
 
 void AllReduceSink::give_up(std::vector<Bucket>& buckets, const StepTerms& terms) {
   for (auto& bucket : buckets) {
+    // A callback of the hook's may still look at what the hook was given.
+    const auto& future = bucket.progress.future;
+    if (future) future->addCallback([kept = bucket.progress.given_to_hook](c10::ivalue::Future&) {});
     if (bucket.is_sparse()) continue;
     if (setup_.options.gradient_as_bucket_view) {
       // Some are sums already, others are not: they mean nothing any more.
@@ -246,9 +249,6 @@ void AllReduceSink::give_up(std::vector<Bucket>& buckets, const StepTerms& terms
     }
     // Other ranks may still read and write it.
     if (bucket.progress.is_launched) bucket.detach_buffer();
-    // And a callback of the hook's may still look at what the hook was given.
-    const auto& future = bucket.progress.future;
-    if (future) future->addCallback([kept = bucket.progress.given_to_hook](c10::ivalue::Future&) {});
   }
 }
 

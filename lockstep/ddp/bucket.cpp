@@ -27,14 +27,17 @@ Bucket::Bucket(std::size_t index, const BucketPlan& plan, const std::vector<at::
   for (const auto member : members_) parameters_.push_back(all_parameters[member]);
   if (is_sparse_) {
     offsets_ = {0};
+    strides_ = {{}};
     lengths_ = {parameters_[0].numel()};
     return;
   }
-  const auto own = parameters_[0].scalar_type();
+  // As it was found: inside of another wrapper tensors may show low precision just now.
+  const auto own = plan.parameters()[members_[0]].dtype;
   const auto element = dtype && c10::isFloatingType(own) ? *dtype : own;
   is_complex_ = c10::isComplexType(element);
   for (const auto& parameter : parameters_) {
     offsets_.push_back(elements_);
+    strides_.push_back(keeps_strides(parameter) ? parameter.strides().vec() : std::vector<int64_t>());
     lengths_.push_back(parameter.numel() * (is_complex_ ? 2 : 1));
     elements_ += lengths_.back();
   }
@@ -64,8 +67,8 @@ std::vector<at::Tensor> Bucket::views_of(const at::Tensor& result) const {
     // Pairs of reals become complex first, so that strides count what they count in the parameter.
     auto part = result.narrow(0, offsets_[i], lengths_[i]);
     if (is_complex_) part = at::view_as_complex(part.view({-1, 2}));
-    views.push_back(keeps_strides(parameter) ? part.as_strided(parameter.sizes(), parameter.strides())
-                                             : part.view(parameter.sizes()));
+    views.push_back(strides_[i].empty() ? part.view(parameter.sizes())
+                                        : part.as_strided(parameter.sizes(), strides_[i]));
   }
   return views;
 }

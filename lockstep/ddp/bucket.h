@@ -66,6 +66,8 @@ class Bucket {
   std::vector<at::Tensor> parameters_;
   bool is_complex_ = false;       // then the buffer is real, two elements for each
   std::vector<int64_t> offsets_;  // in elements of the buffer
+  /// Of parameters when the bucket was made: whoever divides it counts elements so. Empty where they are not kept.
+  std::vector<std::vector<int64_t>> strides_;
   std::vector<int64_t> lengths_;
   int64_t elements_ = 0;
   at::TensorOptions options_;

@@ -39,11 +39,14 @@ DelayedAllReduce::DelayedAllReduce(NamedTensors parameters, GroupPtr group)
   }
 }
 
-void DelayedAllReduce::attach(const at::Tensor& trigger) {
+void DelayedAllReduce::attach(const at::Tensor& trigger, std::function<std::optional<bool>()> is_backward_synced) {
   trigger_ = trigger;
+  is_backward_synced_ = std::move(is_backward_synced);
   const auto on_gradient = [weak = weak_from_this()] {
     const auto self = weak.lock();
-    if (self && (self->is_due_ || self->is_last_synced_)) self->launch();
+    if (!self) return;
+    const auto known = self->is_backward_synced_ ? self->is_backward_synced_() : std::nullopt;
+    if (known.value_or(self->is_due_ || self->is_last_synced_)) self->launch();
   };
   const bool is_delayed = std::any_of(parameters_.begin(), parameters_.end(),
                                       [&](const auto& parameter) { return parameter.second.is_same(trigger); });

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -22,7 +23,8 @@ class DelayedAllReduce : public std::enable_shared_from_this<DelayedAllReduce> {
 
   /// From now on: when the gradient of `trigger` is computed (and, if it is a delayed one itself, added to the others),
   /// the buffers are divided by the number of ranks and summed over them; backward does not return before.
-  void attach(const at::Tensor& trigger);
+  /// `is_backward_synced` tells of the backward that runs, if it is known.
+  void attach(const at::Tensor& trigger, std::function<std::optional<bool>()> is_backward_synced);
   void detach();
   /// Before a forward: the hook follows a trigger that torch::load() or set_() gave another accumulator.
   void refresh_hooks() { accumulation_.refresh(); }
@@ -44,6 +46,7 @@ class DelayedAllReduce : public std::enable_shared_from_this<DelayedAllReduce> {
   std::vector<at::Tensor> views_;  // by parameter
   std::vector<Pending> pending_;
   at::Tensor trigger_;
+  std::function<std::optional<bool>()> is_backward_synced_;
   std::optional<unsigned> hook_;
   GradientHooks accumulation_;  // of a trigger that is delayed itself
   bool is_due_ = false;         // a synced forward had no backward yet

@@ -114,7 +114,8 @@ DdpEngine::DdpEngine(std::shared_ptr<torch::nn::Module> module, const DdpOptions
   if (options_.init_sync) sync_states(managed_.infos);
   if (!options_.delay_all_reduce_named_params.empty()) {
     delayed_ = std::make_shared<detail::DelayedAllReduce>(options_.delay_all_reduce_named_params, group_);
-    delayed_->attach(options_.param_to_hook_all_reduce);
+    delayed_->attach(options_.param_to_hook_all_reduce,
+                     [this] { return reducer_ ? reducer_->is_backward_synced() : std::optional<bool>(); });
   }
   if (managed_.tensors.empty()) {
     LOG(INFO) << "[lockstep/ddp] the reduction of all parameters is delayed";
@@ -245,7 +246,10 @@ void DdpEngine::pre_forward() {
   check_no_new_parameters();
   if (per_parameter_) per_parameter_->refresh_hooks();
   if (delayed_) delayed_->refresh_hooks();
-  if (!reducer_) return;
+  if (!reducer_) {
+    begin_join_iteration(c10::GradMode::is_enabled() && is_sync_enabled_);
+    return;
+  }
   reducer_->refresh_hooks();
   set_up_once();
   if (c10d::debug_level() != c10d::DebugLevel::Off) check_parameters_unchanged();

@@ -8,7 +8,6 @@
 #include "lockstep/base/str.h"
 #include "lockstep/ddp/engine.h"
 #include "lockstep/ddp/logger.h"
-#include "lockstep/ddp/low_precision.h"
 #include "lockstep/join/join.h"
 
 namespace lockstep {
@@ -47,8 +46,6 @@ void DdpEngine::check_join(const JoinSettings& settings) const {
 }
 
 std::unique_ptr<JoinHook> DdpEngine::join_hook(const JoinOptions& options) {
-  const bool is_mirrored = !joinable_->join_config().throw_on_early_termination;
-  if (reducer_) reducer_->set_warns_of_added_gradients(is_mirrored && group_->getSize() > 1);
   join_options_ = options;
   join_progress_ = {};
   if (logger_) logger_->set_uneven_input_join();
@@ -66,10 +63,7 @@ void DdpEngine::end_join(const Join& scope, int source) {
                              ". Mirror all that a live rank does ", "between backward and the next forward."));
     }
   }
-  if (reducer_) {
-    reducer_->forget_leftovers();
-    reducer_->set_warns_of_added_gradients(false);
-  }
+  if (reducer_) reducer_->forget_leftovers();
   const auto& live = scope.report().live_counts;
   const bool is_skewed = std::any_of(live.begin(), live.end(), [&](int count) { return count < group_->getSize(); });
   if (!is_skewed || !reducer_) return;
@@ -89,21 +83,25 @@ void DdpEngine::compare_replicas() {
 
 void DdpEngine::tell_of_difference(const std::string& message) {
   // A hook need not average: local SGD has replicas that differ.
-  if (!reducer_ || !reducer_->has_comm_hook() || low_) fail(message);
+  if (!reducer_ || !reducer_->has_comm_hook()) fail(message);
   TORCH_WARN(message);
 }
 
 JoinTally DdpEngine::begin_join_iteration(bool is_synced) {
   JoinTally tally;
+  if (reducer_) {
+    const bool is_mirrored = is_joining() && !joinable_->join_config().throw_on_early_termination;
+    reducer_->set_warns_of_added_gradients(is_mirrored && group_->getSize() > 1);
+  }
   if (is_joining()) {
     const JoinVote vote{.will_reduce = is_synced};
     tally = Join::notify(*joinable_, vote);
     // The message of another joinable cannot say whether this one reduces.
     if (!tally.is_open()) tally = Join::own_tally(*joinable_, vote);
-    if (is_synced) set_join_divisor(tally);
+    if (is_synced && reducer_) set_join_divisor(tally);
   }
   is_mirroring_ = false;
-  if (is_synced) replicas_.prepare(managed_);
+  if (is_synced && reducer_) replicas_.prepare(managed_);
   return tally;
 }
 
@@ -119,6 +117,7 @@ void DdpEngine::set_join_divisor(const JoinTally& tally) {
 void DdpEngine::mirror_iteration() {
   is_mirroring_ = true;
   set_up_once();
+  weighted_->forget_zeroed();
   auto tally = Join::current_tally(*joinable_);
   const bool gives_leftovers = reducer_->has_leftovers();
   if (!joinable_->join_config().is_first_joinable) {

@@ -21,13 +21,6 @@ PerParameterReduction::PerParameterReduction(std::vector<at::Tensor> parameters,
   hooks_.add(parameters_, [this](std::size_t index) { on_gradient(index); });
 }
 
-void PerParameterReduction::refresh_hooks() {
-  hooks_.refresh();
-  const std::lock_guard lock(mutex_);
-  is_ready_.assign(parameters_.size(), false);
-  is_queued_ = false;
-}
-
 void PerParameterReduction::on_gradient(std::size_t index) {
   const auto& parameter = parameters_[index];
   if (!is_enabled_() || !parameter.grad().defined()) return;
@@ -35,9 +28,15 @@ void PerParameterReduction::on_gradient(std::size_t index) {
   for (const auto& hook : user_hooks_) hook(parameter.mutable_grad(), parameter);
   if (!user_hooks_.empty()) return;
   const std::lock_guard lock(mutex_);
+  if (is_queued_.expired()) {
+    is_ready_.assign(parameters_.size(), false);
+    const auto queued = std::make_shared<const bool>(true);
+    is_queued_ = queued;
+    torch::autograd::Engine::get_default_engine().queue_callback([this, queued, life = std::weak_ptr(life_)] {
+      if (life.lock()) reduce_all();
+    });
+  }
   is_ready_[index] = true;
-  if (std::exchange(is_queued_, true)) return;
-  torch::autograd::Engine::get_default_engine().queue_callback([this] { reduce_all(); });
 }
 
 void PerParameterReduction::reduce_all() {
@@ -45,8 +44,7 @@ void PerParameterReduction::reduce_all() {
   const std::lock_guard lock(mutex_);
   auto is_used = at::zeros({static_cast<int64_t>(parameters_.size())}, at::kInt);
   for (std::size_t i = 0; i < is_ready_.size(); ++i) is_used.mutable_data_ptr<int32_t>()[i] = is_ready_[i] ? 1 : 0;
-  is_ready_.assign(parameters_.size(), false);
-  is_queued_ = false;
+  is_queued_.reset();
   const auto on_device = is_used.to(parameters_[0].device());
   {
     const LabelScope label({"DDP's used parameters"});

@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -23,8 +24,8 @@ class PerParameterReduction {
   /// `is_enabled` is asked at every gradient.
   PerParameterReduction(std::vector<at::Tensor> parameters, GroupPtr group, std::function<bool()> is_enabled);
 
-  /// Before every forward; see GradientHooks. Of a backward that failed nothing is left.
-  void refresh_hooks();
+  /// Before every forward; see GradientHooks.
+  void refresh_hooks() { hooks_.refresh(); }
   /// Called in place of the reduction, with each gradient when it is there.
   void add_hook(ParameterHook hook) { user_hooks_.push_back(std::move(hook)); }
 
@@ -38,9 +39,10 @@ class PerParameterReduction {
   std::vector<ParameterHook> user_hooks_;
   GradientHooks hooks_;
 
-  std::mutex mutex_;            // engine threads may race
-  std::vector<bool> is_ready_;  // in this backward
-  bool is_queued_ = false;
+  std::mutex mutex_;                     // engine threads may race
+  std::vector<bool> is_ready_;           // in this backward
+  std::weak_ptr<const bool> is_queued_;  // autograd lets go of it when backward returns or throws
+  const std::shared_ptr<const bool> life_ = std::make_shared<const bool>(true);
 };
 
 }  // namespace detail

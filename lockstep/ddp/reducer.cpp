@@ -85,7 +85,8 @@ void Reducer::make_buckets() {
 
 void Reducer::refresh_hooks() {
   const std::lock_guard lock(mutex_);
-  forget_failed_run();
+  // One that another thread runs is not over.
+  if (run_.is_alive.expired()) forget_failed_run();
   hooks_.refresh();
 }
 
@@ -183,7 +184,8 @@ void Reducer::autograd_hook(std::size_t index) {
   // Marks add up over local steps: a parameter used in one of them is used.
   if (searches_unused()) mark_used(index);
   if (step_.is_armed && !is_anothers(index)) return take(index);
-  if (step_.is_local) has_local_gradients_ = true;
+  const bool is_local = run_.passes.empty() ? step_.is_local : !run_.is_mine;
+  if (is_local) has_local_gradients_ = true;
   warn_of_local_gradient(index);
   // This backward may still come to a synced forward, whose step it then belongs to.
   run_.held.push_back(index);
@@ -241,6 +243,7 @@ void Reducer::warn_if_added(std::size_t index) {
   const bool is_added = gradient.defined() && gradient.unsafeGetTensorImpl() == before.gradient &&
                         gradient._version() == before.version + 1;
   if (!is_added) return;
+  has_warned_of_added_gradients_ = true;
   warns_of_added_gradients_ = false;
   averages_left_.clear();
   TORCH_WARN(
@@ -274,8 +277,10 @@ void Reducer::check_not_ready_twice(std::size_t index) {
 
 void Reducer::begin_reduction() {
   if (step_.has_begun) return;
-  step_.divisor = step_.divisor_source ? step_.divisor_source() : static_cast<double>(setup_.group->getSize());
-  if (on_begin_) on_begin_();
+  or_give_up([&] {
+    step_.divisor = step_.divisor_source ? step_.divisor_source() : static_cast<double>(setup_.group->getSize());
+    if (on_begin_) on_begin_();
+  });
   step_.has_begun = true;
   step_.terms.scale = sink_->scale(step_.divisor);
   step_.terms.is_identity = sink_->is_identity(step_.divisor);
@@ -374,7 +379,8 @@ void Reducer::write_kept_gradients() {
       auto& grad = bucket.parameter(place).mutable_grad();
       if (ranks == 0 || grad.defined()) continue;
       // In the bucket is the sum of what they have, which is the same on all of them, divided as gradients are.
-      grad = averages_.reduced_gradients(bucket)[place].mul(step_.divisor / ranks);
+      const auto sum = averages_.reduced_gradients(bucket)[place];
+      grad = sum.mul(step_.divisor / ranks).to(setup_.plan.parameters()[index].dtype);
     }
   }
 }
@@ -408,9 +414,9 @@ void Reducer::give_up() {
         buckets_.begin(), buckets_.end(), [](const auto& bucket) { return bucket.progress.is_launched; }));
     sink_->give_up(buckets_, step_.terms);
     if (searches_unused() || static_graph_.shares_marks_now()) unused_.used.give_up();
-    static_graph_.give_up();
     is_stepped_in_part_ = averages_.has_consumer();
   }
+  static_graph_.give_up();
   end_step();
 }
 

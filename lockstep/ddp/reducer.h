@@ -14,6 +14,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_set>
 #include <vector>
@@ -73,6 +74,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void expect_local_backward(const detail::PassPtr& pass);
   /// The backward that runs on this thread has come to the outputs of `pass`.
   void reach(const detail::PassPtr& pass);
+  /// Whether the backward that runs goes through a synced pass; nothing if it has come to no pass.
+  std::optional<bool> is_backward_synced() const;
   /// A gradient is there. Called by hooks on accumulators.
   void autograd_hook(std::size_t index);
   /// Takes part in the reduction of a backward without one of its own: the same collectives in the same order, with
@@ -284,6 +287,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   detail::StaticGraph static_graph_;
   std::vector<Average> averages_left_;  // by parameter, as the last backward left them, to warn of additions
   bool warns_of_added_gradients_ = false;
+  bool has_warned_of_added_gradients_ = false;
   detail::ReadyOrder order_;
   int64_t iterations_ = 0;
   bool has_local_gradients_ = false;  // since the last reduction

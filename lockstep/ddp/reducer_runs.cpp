@@ -113,6 +113,12 @@ void Reducer::reach(const detail::PassPtr& pass) {
   for (const auto index : std::exchange(run_.held, {})) take(index);
 }
 
+std::optional<bool> Reducer::is_backward_synced() const {
+  const std::lock_guard lock(mutex_);
+  if (!run_.is_open || run_.passes.empty()) return std::nullopt;
+  return run_.is_mine;
+}
+
 void Reducer::join_step() {
   for (; run_.passes_in_step < run_.passes.size(); ++run_.passes_in_step) {
     const auto& pass = run_.passes[run_.passes_in_step];

@@ -89,7 +89,7 @@ void Reducer::set_begin_listener(std::function<void()> listener) {
 
 void Reducer::set_warns_of_added_gradients(bool warns) {
   const std::lock_guard lock(mutex_);
-  warns_of_added_gradients_ = warns;
+  warns_of_added_gradients_ = warns && !has_warned_of_added_gradients_;
   if (!warns) averages_left_.clear();
 }
 

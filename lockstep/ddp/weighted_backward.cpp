@@ -125,6 +125,7 @@ void WeightedBackward::run(const at::Tensor& loss, double weight, bool is_reduce
   } catch (...) {
     set_zeroes_gradients(false);
     so_far_ = before;
+    if (is_reduced && before == 0) multiply_gradients(all_, ranks / divisor);
     // The next backward may be a plain one.
     if (is_reduced) reducer_->forget_divisor();
     throw;

@@ -15,7 +15,7 @@ namespace lockstep {
 /// Handed unchanged to every joinable's join_hook(): each takes what it knows and ignores the rest.
 struct JoinOptions {
   /// DDP: gradients are divided by the size of the group, also when some ranks have joined. False: by the number of
-  /// ranks that still reduce.
+  /// ranks that have inputs, or gradients that were not reduced yet.
   bool divide_by_initial_world_size = true;
   /// DDP: live ranks call backward(loss, weight), so that gradients are averaged over samples, of which ranks that ran
   /// out have none.

@@ -137,7 +137,7 @@ at::Tensor GradScaler::step(torch::optim::Optimizer& optimizer) {
   if (state.found_inf.item<float>() == 0) {
     loss = optimizer.step();
   } else if (auto* sharded = dynamic_cast<ShardedGradients*>(&optimizer)) {
-    // The next backward would add to them, and zero_grad() of the base class does not reach them.
+    // The next backward would add to them.
     sharded->discard_gradients();
   }
   state.stage = Stage::kStepped;

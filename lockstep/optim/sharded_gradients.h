@@ -35,8 +35,7 @@ class ShardedGradients {
   /// Groups whose ranks step together: none of them may leave out a step that the others take.
   virtual std::vector<GroupPtr> stepping_groups() const { return {}; }
 
-  /// Forgets gradients that zero_grad() of torch::optim::Optimizer does not reach, because they are in no .grad. For a
-  /// step that is left out.
+  /// Forgets gradients, also those that .grad only stands for. For a step that is left out.
   virtual void discard_gradients() = 0;
 
   /// Where norms are computed on ranks that have no gradient.

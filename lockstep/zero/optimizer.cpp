@@ -68,7 +68,13 @@ ZeroOptimizer::ZeroOptimizer(const Groups& groups, LocalOptimizerType type, Zero
   partition_.emplace(*this, options_.stage == ZeroStage::kReplicated ? 1 : group_->getSize(), who());
   for (const auto& parameter : all_parameters()) is_trainable_.push_back(parameter.requires_grad());
   if (!options_.params_per_rank.empty()) partition_->partition(options_.params_per_rank);
-  sharding_ = made_sharding();
+  try {
+    sharding_ = made_sharding();
+  } catch (...) {
+    // DDP would go on to give its gradients to an optimizer that is not there.
+    if (is_scatter_set_) options_.ddp.engine()->reducer()->clear_scatter();
+    throw;
+  }
 }
 
 ZeroOptimizer::~ZeroOptimizer() {
@@ -198,8 +204,8 @@ void ZeroOptimizer::notice_trainability() {
   TORCH_CHECK(fixed_by == nullptr, who(), ": some parameters were frozen or are trainable now, which ", fixed_by,
               " does not allow: DDP's buckets would hold others");
   TORCH_WARN(who(), ": some parameters were frozen or are trainable now. Who updates which stays as it is.");
-  is_trainable_ = std::move(now);
   sharding_->on_trainability_change();
+  is_trainable_ = std::move(now);  // if that throws, the next step tries again
 }
 
 void ZeroOptimizer::notice_moved_parameters() {

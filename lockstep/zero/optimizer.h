@@ -193,6 +193,7 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Sh
   // Of the Join scope it is in, or was in last.
   bool has_begun_join_iteration_ = false;
   JoinProgress join_progress_;
+  bool is_scatter_set_ = false;  // with sharded gradients
   bool must_compare_;
   int64_t loads_ = 0;            // of state
   std::string loaded_ = "none";  // the last one, for comparison

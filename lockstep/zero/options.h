@@ -23,7 +23,7 @@ enum class ZeroStage {
   /// Optimizer state and the work of the step.
   kState = 1,
   /// Gradients too: every rank keeps its shard of their average, and DDP frees the rest while backward runs. Needs
-  /// `ddp`; .grad is undefined after its backwards, as long as the optimizer lives.
+  /// `ddp`; after its backwards .grad stands for a gradient that is divided, as long as the optimizer lives.
   kGradients = 2,
 };
 

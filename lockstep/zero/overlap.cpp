@@ -128,9 +128,11 @@ void ZeroOverlap::check_bucket(const GradBucket& bucket) const {
 }
 
 void ZeroOverlap::begin_backward() {
-  zero_->notice_new_groups();
-  zero_->notice_trainability();
-  zero_->notice_moved_parameters();
+  zero_->refuse_aloud([&] {
+    zero_->notice_new_groups();
+    zero_->notice_trainability();
+    zero_->notice_moved_parameters();
+  });
   zero_->compare_once();
   // As schedulers have left them.
   local_->set_options(zero_->param_groups()[0].options());

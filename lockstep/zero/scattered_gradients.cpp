@@ -93,6 +93,11 @@ void ScatteredGradients::add_whole(int64_t index, const at::Tensor& gradient) {
   }
 }
 
+void ScatteredGradients::forget_additions(int64_t index) {
+  held_[index].added.reset();
+  held_[index].has_settled_own = false;
+}
+
 // ---- read between backwards ----
 
 void ScatteredGradients::settle_added(Held& held) {

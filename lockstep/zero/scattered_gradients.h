@@ -62,6 +62,7 @@ class ScatteredGradients final : public GradientScatter,
   at::Tensor part_of_gradient(int64_t index) override;
   at::Tensor same_part_of(int64_t index, const at::Tensor& whole) const override;
   void add_whole(int64_t index, const at::Tensor& gradient) override;
+  void forget_additions(int64_t index) override;
   const GroupPtr& group() const override { return group_; }
   void check_can_be_summed() const override { check_can_be_summed_(); }
 

@@ -68,6 +68,7 @@ std::unique_ptr<detail::Division> ZeroOptimizer::shard_gradients() {
     return scattered;
   };
   reducer.set_scatter(scatter, "ZeroStage::kGradients divides the gradients");
+  is_scatter_set_ = true;
   return std::make_unique<detail::ElementSlices>(group_, std::move(blocks), std::move(scattered));
 }
 

@@ -41,7 +41,7 @@ class Sharding {
 
   /// The gradients of this rank's shard, as views.
   virtual std::vector<at::Tensor> own_gradients() const = 0;
-  /// Forgets gradients that are in no .grad.
+  /// Forgets gradients, also those that .grad only stands for.
   virtual void drop_gradients() = 0;
 
   /// Throws, saying that `what` needs it, if there is no state yet that could be read or replaced.

@@ -65,18 +65,32 @@ class StandInRule final : public TensorRule {
     const auto self = call.argument(0);
     if (is_alias(call.name())) return call.replace({self});
     const auto* first = self.isTensor() ? SliceStandIn::of(self.toTensor()) : nullptr;
-    // The accumulator of a parameter that has a gradient already.
-    if (first != nullptr && call.name() == "aten::add_" && torch::autograd::get_current_node() != nullptr) {
+    if (first != nullptr && is_accumulation(call, self.toTensor())) {
       first->keeper()->add_whole(first->index(), call.argument(1).toTensor());
       return call.replace({self});
     }
     const at::NoGradGuard no_grad;
+    if (call.name() == "aten::zero_" || call.name() == "aten::_foreach_zero_") forget_additions(self);
     take_parts(call);
     call.proceed();
     if (call.result_count() > 0) call.result(0) = self;
   }
 
  private:
+  /// Done by the accumulator of a parameter that has a gradient already.
+  static bool is_accumulation(const OperatorCall& call, const at::Tensor& self) {
+    if (call.name() != "aten::add_" || torch::autograd::get_current_node() == nullptr) return false;
+    const auto& added = call.argument(1);
+    return added.isTensor() && added.toTensor().sizes() == self.sizes() && call.argument(2).toScalar().equal(1);
+  }
+
+  static void forget_additions(const c10::IValue& targets) {
+    const auto tensors = targets.isTensor() ? std::vector<at::Tensor>{targets.toTensor()} : targets.toTensorVector();
+    for (const auto& tensor : tensors) {
+      if (const auto* stand_in = SliceStandIn::of(tensor)) stand_in->keeper()->forget_additions(stand_in->index());
+    }
+  }
+
   /// Puts this rank's parts in the place of stand-ins and of whole tensors beside them.
   static void take_parts(OperatorCall& call) {
     const auto& self = call.argument(0);
@@ -108,7 +122,7 @@ class StandInRule final : public TensorRule {
     if (stand_in == nullptr || !tensor.defined()) return tensor;
     const auto keeper = stand_in->keeper();
     if (tensor.is_same(target)) return keeper->part_of_gradient(stand_in->index());
-    if (tensor.numel() == 1 && target.numel() != 1) return tensor.reshape({});
+    if (tensor.dim() == 0 || (tensor.numel() == 1 && target.numel() != 1)) return tensor.reshape({});
     if (tensor.sizes() != target.sizes()) refuse(*stand_in, call.name());
     return keeper->same_part_of(stand_in->index(), tensor);
   }

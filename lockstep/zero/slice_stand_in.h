@@ -25,6 +25,8 @@ class SliceKeeper {
   virtual at::Tensor same_part_of(int64_t index, const at::Tensor& whole) const = 0;
   /// A backward adds to the gradient.
   virtual void add_whole(int64_t index, const at::Tensor& gradient) = 0;
+  /// The gradient is about to be zeroed, on all ranks: nothing that was added to it counts any more.
+  virtual void forget_additions(int64_t index) = 0;
   virtual const GroupPtr& group() const = 0;
   virtual void check_can_be_summed() const = 0;
 };

@@ -180,6 +180,7 @@ void save_sharded(ZeroOptimizer& optimizer, const std::string& path) {
 }
 
 void load_sharded(ZeroOptimizer& optimizer, const std::string& path) {
+  StateAccess::prepare_to_load(optimizer);
   const auto index = detail::read_index(path);
   const auto parameters = StateAccess::parameters(optimizer);
   const auto groups = StateAccess::groups(optimizer);

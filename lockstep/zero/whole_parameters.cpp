@@ -66,7 +66,7 @@ std::vector<std::vector<at::Tensor>> WholeParameters::local_parameters() const {
 }
 
 void WholeParameters::on_trainability_change() {
-  if (views_) views_.emplace(device_parameters_, group_);
+  if (group_ && as_bucket_view_) views_.emplace(device_parameters_, group_);
 }
 
 std::vector<at::Tensor> WholeParameters::own_gradients() const {

@@ -240,6 +240,30 @@ LOCKSTEP_THREAD_TEST(DdpDelayed, StillReducesAfterALoad, 2) {
 }
 
 // (D-8)
+// A local backward between a synced forward and its backward does not use up the reduction.
+LOCKSTEP_THREAD_TEST(DdpDelayed, LocalBackwardsLeaveTheReductionToSyncedOnes, 2) {
+  auto model = mlp({4, 3, 2});
+  DistributedDataParallel ddp(model, world.group(),
+                              {.delay_all_reduce_named_params = {{"layer1.weight", model->layers[1]->weight},
+                                                                 {"layer1.bias", model->layers[1]->bias}},
+                               .param_to_hook_all_reduce = model->layers[0]->weight});
+  const auto input = at::full({1, 4}, world.rank() + 1.0);
+  const auto synced = ddp(input).sum();
+  at::Tensor local;
+  {
+    const auto guard = ddp.no_sync();
+    local = ddp(input).sum();
+  }
+  local.backward();
+  synced.backward();
+  auto reference = mlp({4, 3, 2});
+  for (int rank = 0; rank < 2; ++rank) reference->forward(at::full({1, 4}, rank + 1.0)).sum().backward();
+  // Twice, for the local and the synced one, over two ranks.
+  for (std::size_t i = 0; i < 4; ++i) {
+    testing::check_equal("gradient", model->parameters()[i].grad(), reference->parameters()[i].grad(), {1e-5, 1e-6});
+  }
+}
+
 LOCKSTEP_THREAD_TEST(DdpDelayed, NoSyncIsAboutForward, 2) {
   const auto input = at::full({1, 4}, world.rank() + 1.0);
   const auto first = [](double value) { return at::full({2, 4}, value); };

@@ -187,5 +187,17 @@ LOCKSTEP_THREAD_TEST(DdpWeights, OfABackwardThatThrowsAreForgotten, 2) {
   }
 }
 
+// Averages of an earlier backward are as they were.
+LOCKSTEP_THREAD_TEST(DdpWeights, OfABackwardThatThrowsLeaveAveragesAlone, 2) {
+  DistributedDataParallel ddp(mlp(kSizes), world.group());
+  ddp.backward(loss_of(ddp(random_batch(2, kSizes[0], world.rank()))), 64);
+  std::vector<at::Tensor> before;
+  for (const auto& gradient : gradients_of(ddp)) before.push_back(gradient.clone());
+  const auto output = ddp(random_batch(2, kSizes[0], 7));
+  output.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("skip"); });
+  EXPECT_ANY_THROW(ddp.backward(loss_of(output), 64));
+  expect_close(gradients_of(ddp), before);
+}
+
 }  // namespace
 }  // namespace lockstep::weights_test

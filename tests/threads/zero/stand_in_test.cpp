@@ -375,6 +375,34 @@ TEST(ZeroStandIn, LeavesOutAStepOnAllRanksInEveryStage) {
       {1, 2, 3}, {"threads", "shm"});
 }
 
+// What was added is zeroed with it, and factors may be tensors, also for a gradient of one element.
+TEST(ZeroStandIn, IsZeroedWithWhatWasAddedAndScaledByTensors) {
+  on_ranks(
+      [](const World& world) {
+        const std::vector<int64_t> sizes = {6, 8, 1};
+        const auto train = [&](auto& ddp, torch::optim::Optimizer& optimizer) {
+          for (int step = 0; step < 3; ++step) {
+            ddp(my_rows(random_batch(kRows, 6, step), world)).pow(2).mean().backward();
+            penalty_of(ddp.parameters()).backward();
+            for (auto& parameter : ddp.parameters()) parameter.mutable_grad().mul_(at::scalar_tensor(0.5F));
+            optimizer.zero_grad(/*set_to_none=*/false);
+            ddp(my_rows(random_batch(kRows, 6, 10 + step), world)).pow(2).mean().backward();
+            for (auto& parameter : ddp.parameters()) parameter.mutable_grad().mul_(at::scalar_tensor(0.5F));
+            optimizer.step();
+            optimizer.zero_grad();
+          }
+        };
+        DistributedDataParallel plain_ddp(mlp(sizes), world.group());
+        AdamW plain(plain_ddp.parameters(), adamw());
+        train(plain_ddp, plain);
+        DistributedDataParallel ddp(mlp(sizes), world.group());
+        Zero zero(ddp.parameters(), adamw(), {.stage = ZeroStage::kGradients, .ddp = ddp});
+        train(ddp, zero);
+        expect_same(ddp.parameters(), plain_ddp.parameters(), "", {1e-5});
+      },
+      kWorlds, {"threads"});
+}
+
 // another wrapper averages whole gradients, of which every rank uses its shard
 TEST(ZeroStandIn, IsNotNeededWhereTheModuleIsWrappedAnew) {
   on_ranks(

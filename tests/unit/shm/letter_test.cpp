@@ -79,7 +79,7 @@ TEST_F(Letters, ThatDoNotFitTheLimitSaySoAndLeakNothing) {
     fillers.clear();
     ::setrlimit(RLIMIT_NOFILE, &usual);
     EXPECT_THAT(message, HasSubstr("out of file descriptors: this process may have 100 open. Raise the limit"));
-    EXPECT_EQ(count_open(), before) << room;
+    EXPECT_LE(count_open(), before) << room;  // threads of earlier tests may still close theirs
   }
   Letter letter;
   ASSERT_TRUE(send_letter(mine_.get(), {.topic = Topic::kMemory}, all));
