@@ -99,7 +99,7 @@ TEST(ZeroMoved, StateIsLoadedForParametersThatLieOtherwise) {
           auto model = mlp(kSizes);
           DistributedDataParallel ddp(model, world.group());
           Zero optimizer(ddp.parameters(), adamw(),
-                         {.partition = ZeroPartition::kElements, .stage = stage, .ddp = ddp});
+                         {.stage = stage, .ddp = ddp, .partition = ZeroPartition::kElements});
           for (int step = 0; step < 4; ++step) {
             if (step == 2) {
               optimizer.consolidate_state_dict(0);

@@ -69,7 +69,7 @@ TEST(ZeroStreaming, HoldsNoMoreThanTheBoundOnAnyRank) {
           train(optimizer, parameters, 1);
           constexpr int64_t kBound = 64 << 10;
           // What there is and where, some of which other threads free.
-          constexpr int64_t kDescriptions = 16 << 10;
+          constexpr int64_t kDescriptions = 24 << 10;
           const auto state_bytes = 2 * optimizer.memory_report().parameters;
           {
             const Recorder recorder;
