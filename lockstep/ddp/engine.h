@@ -36,7 +36,6 @@ namespace detail {
 class DdpLogger;
 class DelayedAllReduce;
 class LowPrecision;
-class PerParameterReduction;
 }  // namespace detail
 
 class DdpEngine : public std::enable_shared_from_this<DdpEngine> {

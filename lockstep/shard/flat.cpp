@@ -2,7 +2,6 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_strided.h>
-#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
 namespace lockstep::detail {
@@ -30,17 +29,6 @@ at::Tensor unflattened_like(const at::Tensor& row, const at::Tensor& parameter) 
 at::Tensor part_of(const at::Tensor& row, const ElementRange& elements) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   return row.narrow(0, elements.begin, elements.size());
-}
-
-void move_into(const at::Tensor& flat, const std::vector<at::Tensor>& parameters) {
-  const at::NoGradGuard no_grad;
-  int64_t begin = 0;
-  for (const auto& parameter : parameters) {
-    const auto view = unflattened_like(flat.narrow(0, begin, parameter.numel()), parameter);
-    view.copy_(parameter.detach());
-    parameter.set_data(view);
-    begin += parameter.numel();
-  }
 }
 
 }  // namespace lockstep::detail

@@ -20,7 +20,4 @@ at::Tensor row_of(const at::Tensor& parameter);
 /// Some elements of a row, as an alias that autograd does not track as a view: it may become a leaf of its own.
 at::Tensor part_of(const at::Tensor& row, const ElementRange& elements);
 
-/// Makes `flat` hold the parameters' values one after the other, and the parameters views of it.
-void move_into(const at::Tensor& flat, const std::vector<at::Tensor>& parameters);
-
 }  // namespace lockstep::detail

@@ -1,7 +1,6 @@
 #include "lockstep/zero/bucket_views.h"
 
 #include <ATen/ops/zeros.h>
-#include <c10/core/GradMode.h>
 
 #include "lockstep/comm/collectives.h"
 

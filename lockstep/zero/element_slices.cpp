@@ -14,7 +14,6 @@
 #include "lockstep/comm/values.h"
 #include "lockstep/shard/buffer.h"
 #include "lockstep/shard/flat.h"
-#include "lockstep/zero/bucket_views.h"
 
 namespace lockstep::detail {
 namespace {

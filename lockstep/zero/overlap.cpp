@@ -10,7 +10,6 @@
 #include "lockstep/base/str.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/optim/functional_registry.h"
-#include "lockstep/zero/bucket_views.h"
 #include "lockstep/zero/optimizer.h"
 
 namespace lockstep::detail {
