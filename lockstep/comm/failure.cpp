@@ -13,6 +13,8 @@ constexpr auto kGrace = std::chrono::milliseconds(800);
 // Longer than a waiting rank takes to notice, shorter than anybody minds.
 constexpr auto kServerLinger = std::chrono::milliseconds(200);
 constexpr auto kSignPoll = std::chrono::milliseconds(20);
+// Of the others' causes, in the error of a rank that saw none itself.
+constexpr int kMostCauses = 3;
 constexpr char kAnyFailure[] = "failure/any";
 constexpr char kDeparture[] = "failure/departure";
 constexpr char kStoreIsGone[] = "the store is gone, and with it the rank that served it (rank 0 under lockstep-run)";
@@ -21,8 +23,9 @@ std::string signature_key(int rank) {
   return str("failure/rank/", rank);
 }
 
-void sign(c10d::Store& store, const GroupDescription& group, const std::string& note) {
-  store.set(signature_key(group.rank), std::vector<uint8_t>(note.begin(), note.end()));
+/// `cause`: what this rank saw itself, if it did not only hear of the others.
+void sign(c10d::Store& store, const GroupDescription& group, const std::string& cause) {
+  store.set(signature_key(group.rank), std::vector<uint8_t>(cause.begin(), cause.end()));
   store.set(kAnyFailure, std::vector<uint8_t>{1});
 }
 
@@ -56,6 +59,23 @@ Signatures read_signatures(c10d::Store& store, const GroupDescription& group) {
   return result;
 }
 
+/// ": rank 0: …; rank 2: …", or nothing: what those who signed saw themselves.
+std::string causes_of_others(c10d::Store& store, const GroupDescription& group, const Signatures& signatures) {
+  std::vector<std::string> causes;
+  try {
+    for (int rank = 0; rank < group.size && causes.size() < kMostCauses && signatures.is_complete; ++rank) {
+      const int name = group.global_ranks[rank];
+      const auto& missing = signatures.missing;
+      if (rank == group.rank || std::find(missing.begin(), missing.end(), name) != missing.end()) continue;
+      const auto cause = store.get_to_str(signature_key(rank));
+      if (!cause.empty()) causes.push_back(str("rank ", name, ": ", cause));
+    }
+    // NOLINTNEXTLINE(bugprone-empty-catch): the store is gone; who is missing is known
+  } catch (const std::exception&) {
+  }
+  return str(causes.empty() ? "" : ": ", join(causes, "; "));
+}
+
 }  // namespace
 
 bool has_failure(GroupState& state) {
@@ -85,19 +105,20 @@ void sign_out(GroupState& state, const std::string& reason) {
   if (!group.store) return;
   // Before the page says that somebody gave up: who reads that shall find out why.
   group.store->compareSet(kDeparture, std::vector<uint8_t>{}, std::vector<uint8_t>(reason.begin(), reason.end()));
-  sign(*group.store, group, reason);
+  sign(*group.store, group, "");
   linger_if_server(group);
 }
 
 void report_failure(GroupState& state, const std::string& operation, const std::string& cause) {
   const auto& group = state.description;
   std::string verdict = "the group has no store to ask who is missing";
+  std::string seen = cause.empty() ? "another rank gave up" : cause;
   if (group.store) {
     try {
-      const auto note = str(operation, ": ", cause);
-      sign(*group.store, group, note);
+      sign(*group.store, group, cause);
       const auto departure = group.store->check({kDeparture}) ? group.store->get_to_str(kDeparture) : "";
-      const auto [missing, is_complete] = read_signatures(*group.store, group);
+      const auto signatures = read_signatures(*group.store, group);
+      const auto& [missing, is_complete] = signatures;
       verdict = missing.empty()
                     ? "every rank is alive, but gave up as well"
                     : str("rank ", join(missing, ", "), missing.size() == 1 ? " is" : " are", " gone, hung or late");
@@ -107,13 +128,14 @@ void report_failure(GroupState& state, const std::string& operation, const std::
         verdict = has_server_signed ? verdict + " (as far as the store could say before it was gone)" : kStoreIsGone;
       }
       if (!departure.empty()) verdict = departure;
+      if (cause.empty()) seen += causes_of_others(*group.store, group, signatures);
       linger_if_server(group);
     } catch (const std::exception&) {
       verdict = kStoreIsGone;
     }
   }
   const auto text = str("[lockstep/comm] ", state.who(), ": ", operation, " on group '", group.name,
-                        "' failed: ", verdict, ". Look there for an earlier error. Cause seen here: ", cause);
+                        "' failed: ", verdict, ". Look there for an earlier error. Cause seen here: ", seen);
   {
     const std::lock_guard lock(state.mutex);
     if (state.failure.empty()) state.failure = text;

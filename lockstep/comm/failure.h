@@ -15,7 +15,8 @@ namespace lockstep::detail {
 bool has_failure(GroupState& state);
 
 /// Signs the failure page and throws c10::DistBackendError that names `operation`, the ranks that did not sign, and the
-/// cause. The group refuses further calls. Blocks up to the grace period.
+/// cause: what this rank saw or, if that is nothing (empty), what others say they saw. The group refuses further calls.
+/// Blocks up to the grace period.
 [[noreturn]] void report_failure(GroupState& state, const std::string& operation, const std::string& cause);
 
 /// Signs the failure page for a rank that leaves by itself: the others' errors say `reason`, the first one given in the

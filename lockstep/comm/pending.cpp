@@ -155,7 +155,7 @@ void Pending::State::wait_for(c10d::Work& work) {
     while (has_futures && !completion->wait_for(kPollInterval)) {
       // The one who gave up may be late itself: this rank's own transport has the last word if it just finished.
       if (detail::has_failure(state) && !work.isCompleted()) {
-        detail::report_failure(state, operation(), "another rank gave up");
+        detail::report_failure(state, operation(), "");
       }
     }
     work.wait();

@@ -319,6 +319,19 @@ TEST(HierarchicalFailure, OfHostsThatDisagreeIsToldToAll) {
   });
 }
 
+/// Whoever waits for long may hear from the others that they gave up before its own host tells it why.
+TEST(HierarchicalFailure, OfHostsThatDisagreeIsToldWithItsCauseToThoseWhoWaitedLong) {
+  testing::run_processes_in_gtest({.world_size = 4, .backend = "gloo"}, [](const World& world) {
+    for (const auto lateness : {85ms, 185ms, 285ms}) {
+      const auto group = group_on({0, 0, 1, 1}, world, 20s);
+      all_reduce(at::ones({3}), group);
+      if (world.rank() == 0) std::this_thread::sleep_for(lateness);
+      expect_error([&] { all_reduce(at::ones({4}), group, world.rank() < 2 ? ReduceOp::SUM : ReduceOp::MAX); },
+                   {"all_reduce(sum)", "all_reduce(max)", "hosts disagree"});
+    }
+  });
+}
+
 //
 TEST(HierarchicalFailure, OfRanksThatAreAloneOnTheirHostsAndDisagreeIsToldToAll) {
   testing::run_processes_in_gtest({.world_size = 3, .backend = "gloo"}, [](const World& world) {
