@@ -23,9 +23,18 @@ std::string signature_key(int rank) {
   return str("failure/rank/", rank);
 }
 
-/// `cause`: what this rank saw itself, if it did not only hear of the others.
+std::string cause_key(int64_t number) {
+  return str("failure/cause/", number);
+}
+
+/// `cause`: what this rank saw itself; empty if it only heard of the others.
 void sign(c10d::Store& store, const GroupDescription& group, const std::string& cause) {
-  store.set(signature_key(group.rank), std::vector<uint8_t>(cause.begin(), cause.end()));
+  // Numbered, so that a reader need not ask every rank.
+  if (!cause.empty()) {
+    const auto number = store.add("failure/causes", 1);
+    store.set(cause_key(number), str("rank ", group.global_ranks[group.rank], ": ", cause));
+  }
+  store.set(signature_key(group.rank), std::string("here"));
   store.set(kAnyFailure, std::vector<uint8_t>{1});
 }
 
@@ -60,17 +69,13 @@ Signatures read_signatures(c10d::Store& store, const GroupDescription& group) {
 }
 
 /// ": rank 0: …; rank 2: …", or nothing: what those who signed saw themselves.
-std::string causes_of_others(c10d::Store& store, const GroupDescription& group, const Signatures& signatures) {
+std::string causes_of_others(c10d::Store& store) {
   std::vector<std::string> causes;
   try {
-    for (int rank = 0; rank < group.size && causes.size() < kMostCauses && signatures.is_complete; ++rank) {
-      const int name = group.global_ranks[rank];
-      const auto& missing = signatures.missing;
-      if (rank == group.rank || std::find(missing.begin(), missing.end(), name) != missing.end()) continue;
-      const auto cause = store.get_to_str(signature_key(rank));
-      if (!cause.empty()) causes.push_back(str("rank ", name, ": ", cause));
+    for (int number = 1; number <= kMostCauses && store.check({cause_key(number)}); ++number) {
+      causes.push_back(store.get_to_str(cause_key(number)));
     }
-    // NOLINTNEXTLINE(bugprone-empty-catch): the store is gone; who is missing is known
+    // NOLINTNEXTLINE(bugprone-empty-catch): the store is gone, but who is missing is known
   } catch (const std::exception&) {
   }
   return str(causes.empty() ? "" : ": ", join(causes, "; "));
@@ -117,8 +122,7 @@ void report_failure(GroupState& state, const std::string& operation, const std::
     try {
       sign(*group.store, group, cause);
       const auto departure = group.store->check({kDeparture}) ? group.store->get_to_str(kDeparture) : "";
-      const auto signatures = read_signatures(*group.store, group);
-      const auto& [missing, is_complete] = signatures;
+      const auto [missing, is_complete] = read_signatures(*group.store, group);
       verdict = missing.empty()
                     ? "every rank is alive, but gave up as well"
                     : str("rank ", join(missing, ", "), missing.size() == 1 ? " is" : " are", " gone, hung or late");
@@ -128,7 +132,7 @@ void report_failure(GroupState& state, const std::string& operation, const std::
         verdict = has_server_signed ? verdict + " (as far as the store could say before it was gone)" : kStoreIsGone;
       }
       if (!departure.empty()) verdict = departure;
-      if (cause.empty()) seen += causes_of_others(*group.store, group, signatures);
+      if (cause.empty() && is_complete) seen += causes_of_others(*group.store);
       linger_if_server(group);
     } catch (const std::exception&) {
       verdict = kStoreIsGone;
