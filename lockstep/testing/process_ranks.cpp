@@ -29,6 +29,19 @@ std::string own_program() {
   return path;
 }
 
+// Of a rank that was stopped: it is others whose stacks matter.
+constexpr int kStoppedFrames = 12;
+
+std::string first_lines(const std::string& text, int count) {
+  std::size_t end = 0;
+  for (int line = 0; line < count; ++line) {
+    const auto found = text.find('\n', end);
+    if (found == std::string::npos) return text;
+    end = found + 1;
+  }
+  return text.substr(0, end) + (end < text.size() ? "  …\n" : "");
+}
+
 }  // namespace
 
 JobOptions rank_job(const RunOptions& options, const ProcessCall& call, const std::string& store_path) {
@@ -72,13 +85,17 @@ RankOutcome outcome_of(const RankResult& rank, bool was_alive_at_timeout, std::o
       auto& part = line.starts_with("  ") ? events : frames;
       part += line + "\n";
     }
-    text += str("\nit did last:\n", events, "and was at:\n", readable_frames(frames));
+    const auto stack = readable_frames(frames);
+    text += str("\nit did last:\n", events, "and was at:\n",
+                was_alive_at_timeout ? stack : first_lines(stack, kStoppedFrames));
   }
   if (expected_code && !rank.stopped_by_us && rank.status.ended() && rank.status.shell_code() == *expected_code) {
     return {RankOutcome::Kind::kPassed, text};
   }
   if (was_alive_at_timeout) return {RankOutcome::Kind::kHung, text.empty() ? "it did not say where" : text};
-  if (rank.stopped_by_us) return {RankOutcome::Kind::kStopped, text};
+  // One that was about to end by an error of its own when the others were stopped has failed as well.
+  const bool is_plain_failure = rank.status.code == kFailedExitCode && !text.empty();
+  if (rank.stopped_by_us && !is_plain_failure) return {RankOutcome::Kind::kStopped, text};
   if (expected_code) {
     return {RankOutcome::Kind::kFailed,
             str("expected exit code ", *expected_code, ", got ", rank.status.describe(), "\n", text)};
@@ -86,7 +103,6 @@ RankOutcome outcome_of(const RankResult& rank, bool was_alive_at_timeout, std::o
   if (rank.status.ok() && text == kPassedMark) return {RankOutcome::Kind::kPassed, ""};
   if (rank.status.ok()) return {RankOutcome::Kind::kFailed, "it ended with code 0, but did not finish the test's body"};
   if (rank.status.code && is_skip_code(*rank.status.code)) return {RankOutcome::Kind::kSkipped, text};
-  const bool is_plain_failure = rank.status.code == kFailedExitCode && !text.empty();
   return {RankOutcome::Kind::kFailed,
           is_plain_failure ? text
                            : str(rank.status.describe(), "\n", text, "\nlast lines:\n", join(rank.last_lines, "\n"))};

@@ -64,7 +64,7 @@ std::optional<std::string> RunReport::skipped() const {
 std::string RunReport::describe() const {
   std::ostringstream out;
   if (!problem.empty()) out << problem << "\n";
-  for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
+  const auto describe_rank = [&](std::size_t rank) {
     const auto& [kind, text] = ranks[rank];
     switch (kind) {
       case RankOutcome::Kind::kPassed:
@@ -81,6 +81,12 @@ std::string RunReport::describe() const {
       case RankOutcome::Kind::kStopped:
         out << "rank " << rank << " was stopped because another failed" << (text.empty() ? "" : ": ") << text << "\n";
         break;
+    }
+  };
+  // Logs are cut: first those that have something to say.
+  for (const bool were_stopped : {false, true}) {
+    for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
+      if ((ranks[rank].kind == RankOutcome::Kind::kStopped) == were_stopped) describe_rank(rank);
     }
   }
   if (!replay.empty() && !has_passed()) out << "To see the same again: " << replay << "\n";

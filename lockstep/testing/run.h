@@ -62,7 +62,7 @@ struct RunReport {
   bool has_passed() const;
   /// The common reason if all ranks skipped.
   std::optional<std::string> skipped() const;
-  /// Everything a reader needs, each failed or hung rank with its text.
+  /// Everything a reader needs: failed and hung ranks with their texts first, then those that were stopped.
   std::string describe() const;
 };
 

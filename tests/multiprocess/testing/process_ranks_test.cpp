@@ -147,6 +147,10 @@ TEST(ProcessRanks, SendTheErrorOfARankThatThrows) {
   EXPECT_THAT(report.ranks[2].text, HasSubstr("frame #0"));
   EXPECT_EQ(report.ranks[0].kind, RankOutcome::Kind::kStopped);
   EXPECT_EQ(report.ranks[1].kind, RankOutcome::Kind::kStopped);
+  // Where logs are cut, the rank that failed is what is left.
+  EXPECT_LT(report.describe().find("rank 2 failed"), report.describe().find("rank 0 was stopped"));
+  EXPECT_THAT(report.ranks[0].text, HasSubstr("  #11 "));
+  EXPECT_THAT(report.ranks[0].text, ::testing::Not(HasSubstr("  #12 ")));
 }
 
 // TEST-5: the exit code of a rank that throws is 10.
@@ -247,6 +251,19 @@ TEST(ProcessRanks, EndAfterAnErrorWithACollectiveStillPending) {
   EXPECT_LT(std::chrono::steady_clock::now() - start, 40s);
   EXPECT_THAT(report.ranks[0].text, HasSubstr("the loss is NaN"));
   EXPECT_EQ(report.ranks[1].kind, RankOutcome::Kind::kStopped);
+}
+
+TEST(ProcessRanks, FailByTheirOwnErrorAlsoIfTheyWereAboutToBeStopped) {
+  const auto report = run_processes_from_gtest({.world_size = 4}, [](const World& world) {
+    barrier(world.group());
+    throw std::runtime_error(std::string("rank ") + std::to_string(world.rank()) + " says no");
+  });
+  if (testing::is_rank_process()) return;
+  for (int rank = 0; rank < 4; ++rank) {
+    const auto& outcome = report.ranks[rank];
+    const bool said_no = outcome.text.starts_with("rank " + std::to_string(rank) + " says no");
+    EXPECT_EQ(outcome.kind == RankOutcome::Kind::kFailed, said_no) << report.describe();
+  }
 }
 
 // TEST-8: NCCL's desync debugging is off in ranks.
