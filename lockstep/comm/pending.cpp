@@ -20,6 +20,7 @@
 #include "lockstep/comm/failure.h"
 #include "lockstep/comm/futures.h"
 #include "lockstep/comm/interposer.h"
+#include "lockstep/comm/plain_memory.h"
 #include "lockstep/comm/stream_launch.h"
 
 namespace lockstep {
@@ -258,10 +259,6 @@ void run_alone(const Call& call) {
   for (const auto& tensor : call.inputs) tensor.mul_(call.factor);
 }
 
-bool is_plain_memory(const at::Tensor& tensor) {
-  return tensor.layout() != at::kStrided || (tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg());
-}
-
 /// libtorch's backends send and fill memory as it lies; gloo does not even ask whether it is in one piece. Exchanges
 /// tensors that are not for copies, and returns those that must be copied back.
 std::vector<std::pair<at::Tensor, at::Tensor>> stage(Call& call, int rank) {
@@ -270,13 +267,13 @@ std::vector<std::pair<at::Tensor, at::Tensor>> stage(Call& call, int rank) {
                            (call.kind == CallKind::kBroadcast && rank != call.root);
   const at::NoGradGuard no_grad;
   for (auto& input : call.inputs) {
-    if (is_plain_memory(input)) continue;
-    const auto copy = input.detach().resolve_conj().resolve_neg().clone(at::MemoryFormat::Contiguous);
+    if (detail::is_plain_memory(input)) continue;
+    const auto copy = detail::plain_copy(input);
     if (gets_inputs) staged.emplace_back(copy, input);
     input = copy;
   }
   for (auto& output : call.outputs) {
-    if (is_plain_memory(output)) continue;
+    if (detail::is_plain_memory(output)) continue;
     const auto room = at::empty(output.sizes(), output.options());
     staged.emplace_back(room, output);
     output = room;

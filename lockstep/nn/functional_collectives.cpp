@@ -9,6 +9,7 @@
 
 #include "lockstep/base/str.h"
 #include "lockstep/comm/collectives.h"
+#include "lockstep/comm/plain_memory.h"
 
 namespace lockstep::functional {
 namespace {
@@ -34,15 +35,6 @@ ReduceOp kept_op(AutogradContext* context) {
 
 bool is_recorded(const at::Tensor& tensor) {
   return at::GradMode::is_enabled() && tensor.requires_grad();
-}
-
-/// What backends can send: contiguous, without lazy signs.
-at::Tensor plain(const at::Tensor& tensor) {
-  return tensor.detach().resolve_conj().resolve_neg().contiguous();
-}
-
-at::Tensor plain_copy(const at::Tensor& tensor) {
-  return tensor.detach().resolve_conj().resolve_neg().clone(at::MemoryFormat::Contiguous);
 }
 
 std::string where(const char* name, const GroupPtr& group) {
@@ -81,7 +73,7 @@ at::Tensor run(const at::Tensor& tensor, const Arguments&... arguments) {
 
 struct AllReduce : torch::autograd::Function<AllReduce> {
   static at::Tensor compute(const at::Tensor& tensor, const GroupPtr& group, ReduceOp op) {
-    auto result = plain_copy(tensor);
+    auto result = detail::plain_copy(tensor);
     lockstep::all_reduce(result, group, op);
     return result;
   }
@@ -102,7 +94,7 @@ struct AllGather : torch::autograd::Function<AllGather> {
     auto sizes = tensor.sizes().vec();
     sizes[0] *= group->getSize();
     auto result = at::empty(sizes, tensor.options().requires_grad(false));
-    all_gather_into_tensor(result, plain(tensor), group);
+    all_gather_into_tensor(result, detail::as_plain_memory(tensor.detach()), group);
     return result;
   }
 
@@ -121,7 +113,7 @@ struct ReduceScatter : torch::autograd::Function<ReduceScatter> {
     auto sizes = tensor.sizes().vec();
     sizes[0] /= group->getSize();
     auto result = at::empty(sizes, tensor.options().requires_grad(false));
-    reduce_scatter_tensor(result, plain(tensor), group, op);
+    reduce_scatter_tensor(result, detail::as_plain_memory(tensor.detach()), group, op);
     return result;
   }
 
@@ -147,7 +139,7 @@ struct AllToAll : torch::autograd::Function<AllToAll> {
     auto sizes = tensor.sizes().vec();
     if (!output_splits.empty()) sizes[0] = std::accumulate(output_splits.begin(), output_splits.end(), int64_t{0});
     auto result = at::empty(sizes, tensor.options().requires_grad(false));
-    lockstep::all_to_all_single(result, plain(tensor), group, output_splits, input_splits);
+    lockstep::all_to_all_single(result, detail::as_plain_memory(tensor.detach()), group, output_splits, input_splits);
     return result;
   }
 
@@ -168,7 +160,7 @@ struct AllToAll : torch::autograd::Function<AllToAll> {
 
 struct Broadcast : torch::autograd::Function<Broadcast> {
   static at::Tensor compute(const at::Tensor& tensor, int root, const GroupPtr& group) {
-    auto result = plain_copy(tensor);
+    auto result = detail::plain_copy(tensor);
     lockstep::broadcast(result, root, group);
     return result;
   }
@@ -187,7 +179,7 @@ struct Broadcast : torch::autograd::Function<Broadcast> {
 
 struct Reduce : torch::autograd::Function<Reduce> {
   static at::Tensor compute(const at::Tensor& tensor, int root, const GroupPtr& group, ReduceOp op) {
-    auto result = plain_copy(tensor);
+    auto result = detail::plain_copy(tensor);
     lockstep::reduce(result, root, group, op);
     if (group->getRank() != root) result.zero_();
     return result;

@@ -6,6 +6,8 @@
 
 #include <cstring>
 
+#include "lockstep/comm/plain_memory.h"
+
 namespace lockstep::detail {
 namespace {
 
@@ -18,15 +20,13 @@ bool have_same_layout(const at::Tensor& one, const at::Tensor& other) {
   return one.strides() == other.strides() && one.is_non_overlapping_and_dense();
 }
 
-/// What lies in memory is what the tensor means: nothing is left to be conjugated or negated on reading.
-bool is_plain_memory(const at::Tensor& tensor) {
-  return tensor.device().is_cpu() && tensor.layout() == at::kStrided && !tensor.is_conj() && !tensor.is_neg() &&
-         !tensor._is_zerotensor();
+bool is_dense_on_cpu(const at::Tensor& tensor) {
+  return tensor.device().is_cpu() && tensor.layout() == at::kStrided && holds_its_values(tensor);
 }
 
 bool can_loop(const at::Tensor& to, const at::Tensor& from) {
-  return to.numel() <= kSmallElements && to.scalar_type() == from.scalar_type() && is_plain_memory(to) &&
-         is_plain_memory(from) && to.sizes() == from.sizes() && have_same_layout(to, from);
+  return to.numel() <= kSmallElements && to.scalar_type() == from.scalar_type() && is_dense_on_cpu(to) &&
+         is_dense_on_cpu(from) && to.sizes() == from.sizes() && have_same_layout(to, from);
 }
 
 template <class T>

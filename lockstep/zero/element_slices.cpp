@@ -11,6 +11,7 @@
 #include <unordered_map>
 
 #include "lockstep/comm/collectives.h"
+#include "lockstep/comm/plain_memory.h"
 #include "lockstep/comm/values.h"
 #include "lockstep/shard/buffer.h"
 #include "lockstep/shard/flat.h"
@@ -27,8 +28,8 @@ ElementRange moved(const ElementRange& elements, int64_t by) {
 }
 
 bool lies_like(const at::Tensor& gradient, const at::Tensor& parameter, at::ScalarType dtype) {
-  return gradient.scalar_type() == dtype && !gradient.is_conj() && !gradient.is_neg() &&
-         gradient.strides() == parameter.strides() && parameter.is_non_overlapping_and_dense();
+  return gradient.scalar_type() == dtype && holds_its_values(gradient) && gradient.strides() == parameter.strides() &&
+         parameter.is_non_overlapping_and_dense();
 }
 
 bool is_large(const ElementRange& elements) {

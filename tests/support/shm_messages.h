@@ -119,12 +119,14 @@ inline void check_any_source(const World& world) {
   for (int rank = 1; rank < world.world_size(); ++rank) EXPECT_TRUE(seen[rank]) << rank;
 }
 
-/// Lazily conjugated tensors travel as what they stand for, and one that cannot be written to is an error of its own.
+/// Lazily conjugated tensors, and zeros without memory, travel as what they stand for, and one that cannot be written
+/// to is an error of its own.
 inline void check_odd_tensors(const World& world) {
   const auto plain = at::full({3}, c10::complex<double>(1, 2), at::kComplexDouble);
   if (world.rank() == 0) {
     send(world, plain.conj(), 1)->wait();
     send(world, plain, 1)->wait();
+    send(world, at::_efficientzerotensor({3}, at::kComplexDouble), 1)->wait();
     send(world, at::ones({4}), 1)->wait();
     send(world, at::ones({4}), 1)->wait();
   } else if (world.rank() == 1) {
@@ -133,6 +135,8 @@ inline void check_odd_tensors(const World& world) {
     EXPECT_TRUE(at::equal(at::view_as_real(tensor), at::view_as_real(plain.conj().resolve_conj())));
     receive(world, tensor.conj(), 0)->wait();
     EXPECT_TRUE(at::equal(at::view_as_real(tensor), at::view_as_real(plain.conj().resolve_conj())));
+    receive(world, tensor, 0)->wait();
+    EXPECT_TRUE(at::equal(at::view_as_real(tensor), at::zeros({3, 2}, at::kDouble)));
     EXPECT_THROW(receive(world, at::zeros({1}).expand({4}), 0)->wait(), std::exception);
     const auto next = at::zeros({4});
     receive(world, next, 0)->wait();

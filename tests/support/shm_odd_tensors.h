@@ -73,7 +73,18 @@ inline void check_conjugates(const World& world) {
       at::equal(at::view_as_real(sum.resolve_conj()), at::view_as_real(at::full({5}, expected, at::kComplexDouble))));
 }
 
+/// Autograd's zeros without memory.
+inline void check_zeros_without_memory(const World& world) {
+  const auto zeros = at::_efficientzerotensor({5}, at::kFloat);
+  const auto gathered = at::empty({world.world_size() * 5});
+  all_gather_into_tensor(gathered, world.rank() == 1 ? zeros : at::ones({5}), world.group());
+  for (int rank = 0; rank < world.world_size(); ++rank) {
+    EXPECT_TRUE(at::equal(gathered.narrow(0, 5 * rank, 5), at::full({5}, rank == 1 ? 0.0F : 1.0F))) << rank;
+  }
+}
+
 inline void check_all(const World& world) {
+  check_zeros_without_memory(world);
   check_conjugates(world);
   check_expanded_inputs(world);
   check_overlaps(world);

@@ -3,11 +3,13 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 
+#include "lockstep/comm/plain_memory.h"
+
 namespace lockstep::detail {
 namespace {
 
 bool is_one_run(const std::vector<at::Tensor>& tensors) {
-  return tensors.size() == 1 && tensors[0].is_contiguous() && !tensors[0].is_conj() && !tensors[0].is_neg();
+  return tensors.size() == 1 && is_plain_memory(tensors[0]);
 }
 
 bool is_unpacked(const at::Tensor& run, const std::vector<at::Tensor>& tensors) {
@@ -17,10 +19,10 @@ bool is_unpacked(const at::Tensor& run, const std::vector<at::Tensor>& tensors) 
 }  // namespace
 
 at::Tensor pack(const std::vector<at::Tensor>& tensors) {
-  if (tensors.size() == 1) return tensors[0].resolve_conj().resolve_neg().contiguous().view({-1});
+  if (tensors.size() == 1) return as_plain_memory(tensors[0]).view({-1});
   std::vector<at::Tensor> runs;
   for (const auto& tensor : tensors) runs.push_back(tensor.reshape({-1}));
-  return at::cat(runs).resolve_conj().resolve_neg();
+  return as_plain_memory(at::cat(runs));
 }
 
 at::Tensor room_for(const std::vector<at::Tensor>& tensors) {

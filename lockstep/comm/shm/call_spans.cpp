@@ -6,6 +6,8 @@
 
 #include <algorithm>
 
+#include "lockstep/comm/plain_memory.h"
+
 namespace lockstep::detail {
 namespace {
 
@@ -37,13 +39,8 @@ bool overlap(const shm::Span& one, const shm::Span& other) {
   return one.at < other.at + other.bytes && other.at < one.at + one.bytes;
 }
 
-/// Its memory holds its elements as they are, in order.
-bool is_plain(const at::Tensor& tensor) {
-  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
-}
-
 bool are_plain(const std::vector<at::Tensor>& tensors) {
-  return std::all_of(tensors.begin(), tensors.end(), is_plain);
+  return std::all_of(tensors.begin(), tensors.end(), is_plain_memory);
 }
 
 /// The smallest span with all of the tensors in it.
@@ -81,13 +78,13 @@ void CallSpans::make_contiguous() {
   const bool inputs_change = call_.kind == CallKind::kAllReduce || (call_.kind == CallKind::kReduce && is_root()) ||
                              (call_.kind == CallKind::kBroadcast && !is_root());
   for (auto& input : own().inputs) {
-    if (is_plain(input)) continue;
+    if (is_plain_memory(input)) continue;
     const auto given = input;
-    input = at::empty_like(given, at::MemoryFormat::Contiguous).copy_(given);
+    input = plain_copy(given);
     if (inputs_change) to_write_back_.emplace_back(input, given);
   }
   for (auto& output : own().outputs) {
-    if (is_plain(output)) continue;
+    if (is_plain_memory(output)) continue;
     const auto given = output;
     output = at::empty_like(given, at::MemoryFormat::Contiguous);
     to_write_back_.emplace_back(output, given);

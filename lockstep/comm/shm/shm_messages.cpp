@@ -6,6 +6,7 @@
 #include <c10/core/GradMode.h>
 
 #include "lockstep/comm/failure.h"
+#include "lockstep/comm/plain_memory.h"
 
 namespace lockstep::detail {
 namespace {
@@ -77,17 +78,12 @@ shm::Messages::Transfer transfer_for(const c10::intrusive_ptr<MessageWork>& work
           .done = [work](std::exception_ptr error, int who) { work->complete(std::move(error), who); }};
 }
 
-/// Its memory is what is sent: in one piece, and not waiting to be conjugated or negated.
-at::Tensor plain(const at::Tensor& tensor) {
-  return tensor.resolve_conj().resolve_neg().contiguous();
-}
-
 }  // namespace
 
 c10::intrusive_ptr<c10d::Work> send_tensor(shm::Messages& messages, const at::Tensor& tensor, int to, int tag,
                                            std::chrono::milliseconds timeout) {
   const at::NoGradGuard no_grad;
-  const auto work = c10::make_intrusive<MessageWork>(c10d::OpType::SEND, tensor, plain(tensor));
+  const auto work = c10::make_intrusive<MessageWork>(c10d::OpType::SEND, tensor, as_plain_memory(tensor));
   messages.send(transfer_for(work, to, tag, timeout));
   return work;
 }
@@ -95,8 +91,7 @@ c10::intrusive_ptr<c10d::Work> send_tensor(shm::Messages& messages, const at::Te
 c10::intrusive_ptr<c10d::Work> receive_tensor(shm::Messages& messages, const at::Tensor& tensor, int from, int tag,
                                               std::chrono::milliseconds timeout) {
   const at::NoGradGuard no_grad;
-  const bool is_plain = tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
-  const auto buffer = is_plain ? tensor : at::empty(tensor.sizes(), tensor.options());
+  const auto buffer = is_plain_memory(tensor) ? tensor : at::empty(tensor.sizes(), tensor.options());
   const auto type = from == shm::Messages::kAnyRank ? c10d::OpType::RECVANYSOURCE : c10d::OpType::RECV;
   const auto work = c10::make_intrusive<MessageWork>(type, tensor, buffer);
   messages.receive(transfer_for(work, from, tag, timeout));
