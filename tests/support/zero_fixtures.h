@@ -14,8 +14,29 @@
 #include "lockstep/comm/barrier.h"
 #include "lockstep/testing/gtest.h"
 #include "lockstep/zero/zero_redundancy_optimizer.h"
+#include "tests/support/ddp_models.h"
 
 namespace lockstep::zero_fixtures {
+
+/// Layers of the models that DDP trains here, and the rows of a batch.
+inline const std::vector<int64_t> kSizes = {6, 40, 30, 20, 3};
+inline constexpr int64_t kRows = 12;
+
+inline torch::optim::AdamWOptions adamw() {
+  return torch::optim::AdamWOptions(0.02).weight_decay(0.1);
+}
+
+/// Small buckets, so that there are several.
+inline DdpOptions small_buckets() {
+  return {.bucket_cap_mb = 0.002};
+}
+
+/// Of this rank's rows of the step's batch.
+template <class Ddp>
+at::Tensor loss_of(Ddp& ddp, const World& world, int step, int64_t columns = kSizes[0]) {
+  using namespace ddp_models;
+  return ddp(my_rows(random_batch(kRows, columns, 100 + step), world)).pow(2).mean();
+}
 
 /// Leaves of these sizes, the same on all ranks.
 inline std::vector<at::Tensor> parameters_of(const std::vector<std::vector<int64_t>>& shapes, uint64_t seed = 3) {

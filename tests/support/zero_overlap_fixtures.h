@@ -4,7 +4,6 @@
 #include "lockstep/ddp/default_hooks.h"
 #include "lockstep/zero/overlap_hooks.h"
 #include "lockstep/zero/overlap_info.h"
-#include "tests/support/ddp_models.h"
 #include "tests/support/zero_fixtures.h"
 
 namespace lockstep::zero_overlap_fixtures {
@@ -14,18 +13,15 @@ using torch::optim::SGD;
 using torch::optim::SGDOptions;
 using zero_fixtures::copies_of;
 using zero_fixtures::expect_same;
+using zero_fixtures::kRows;
+using zero_fixtures::kSizes;
+using zero_fixtures::loss_of;
 using zero_fixtures::on_ranks;
+using zero_fixtures::small_buckets;
 using zero_fixtures::Within;
 using Zero = ZeroRedundancyOptimizer<SGD>;
 
-inline const std::vector<int64_t> kSizes = {6, 40, 30, 20, 3};
-inline constexpr int64_t kRows = 12;
 inline constexpr Within kClose{1e-5};
-
-/// Small buckets, so that there are several.
-inline DdpOptions small_buckets() {
-  return {.bucket_cap_mb = 0.002};
-}
 
 inline SGDOptions sgd() {
   return SGDOptions(0.1).momentum(0.9).weight_decay(0.01);
@@ -47,7 +43,7 @@ CommHook hook_of(Form form, Ddp& ddp, ZeroOptimizer& zero, bool shard_buckets = 
 template <class Ddp>
 void train_once(Ddp& ddp, const World& world, int step, int64_t columns = kSizes[0]) {
   zero_grads(ddp);
-  ddp(my_rows(random_batch(kRows, columns, 100 + step), world)).pow(2).mean().backward();
+  loss_of(ddp, world, step, columns).backward();
 }
 
 /// Parameters after DDP and a plain optimizer have taken steps `first` to `last` - 1.

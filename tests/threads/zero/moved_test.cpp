@@ -11,19 +11,14 @@ namespace {
 using namespace ddp_models;
 using testing::expect_error;
 using torch::optim::AdamW;
-using torch::optim::AdamWOptions;
+using zero_fixtures::adamw;
 using zero_fixtures::copies_of;
 using zero_fixtures::expect_same;
+using zero_fixtures::kSizes;
+using zero_fixtures::loss_of;
 using zero_fixtures::on_ranks;
 using zero_fixtures::set_gradients;
 using Zero = ZeroRedundancyOptimizer<AdamW>;
-
-const std::vector<int64_t> kSizes = {6, 40, 30, 3};
-constexpr int64_t kRows = 12;
-
-AdamWOptions adamw() {
-  return AdamWOptions(0.02).weight_decay(0.1);
-}
 
 template <class Ddp>
 std::vector<std::pair<std::string, ZeroOptions>> ways_of(const World& world, Ddp& ddp) {
@@ -35,7 +30,7 @@ std::vector<std::pair<std::string, ZeroOptions>> ways_of(const World& world, Ddp
 template <class Ddp>
 void train_step(Ddp& ddp, torch::optim::Optimizer& optimizer, const World& world, int step) {
   optimizer.zero_grad();
-  ddp(my_rows(random_batch(kRows, kSizes[0], 100 + step), world)).pow(2).mean().backward();
+  loss_of(ddp, world, step).backward();
   optimizer.step();
 }
 
@@ -123,11 +118,11 @@ TEST(ZeroMoved, ParametersAreTakenBackInBackward) {
   on_ranks(
       [](const World& world) {
         for (int way = 0; way < 3; ++way) {
-          auto model = mlp(moved_test::kSizes);
+          auto model = mlp(kSizes);
           DistributedDataParallel ddp(model, world.group(), {.find_unused_parameters = true});
           zero_overlap_fixtures::Zero zero(ddp.parameters(), sgd(), overlapped(world.group()));
           ddp.register_comm_hook(hook_of(Form::kAfterLast, ddp, zero));
-          auto plain_model = mlp(moved_test::kSizes);
+          auto plain_model = mlp(kSizes);
           DistributedDataParallel plain_ddp(plain_model, world.group());
           SGD plain(plain_ddp.parameters(), sgd());
           const Warnings quiet;
@@ -261,7 +256,7 @@ TEST(ZeroMoved, ParametersOfTwoOptimizersAreSteppedByBoth) {
         DistributedDataParallel ddp(mlp(kSizes), world.group());
         Zero gradients(ddp.parameters(), adamw(), {.stage = ZeroStage::kGradients, .ddp = ddp});
         AdamW plain(ddp.parameters(), adamw());
-        ddp(my_rows(random_batch(kRows, kSizes[0], 1), world)).sum().backward();
+        loss_of(ddp, world, 1).backward();
         expect_error([&] { plain.step(); }, {"divided among the ranks"});
         Zero elements(ddp.parameters(), adamw(),
                       {.process_group = world.group(), .partition = ZeroPartition::kElements});

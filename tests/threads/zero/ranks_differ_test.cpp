@@ -15,24 +15,17 @@ namespace {
 using namespace ddp_models;
 using testing::expect_error;
 using torch::optim::AdamW;
-using torch::optim::AdamWOptions;
+using zero_fixtures::adamw;
 using zero_fixtures::copies_of;
 using zero_fixtures::expect_same;
+using zero_fixtures::loss_of;
 using zero_fixtures::on_ranks;
 using zero_fixtures::parameters_of;
 using zero_fixtures::set_gradients;
 using Zero = ZeroRedundancyOptimizer<AdamW>;
 
-const std::vector<int64_t> kSizes = {6, 8, 8, 8, 3};
-
-AdamWOptions adamw() {
-  return AdamWOptions(0.02).weight_decay(0.1);
-}
-
-template <class Ddp>
-at::Tensor loss_of(Ddp& ddp, const World& world, int step) {
-  return ddp(my_rows(random_batch(12, kSizes[0], 100 + step), world)).pow(2).mean();
-}
+/// Some parameters have equal shapes.
+const std::vector<int64_t> kEqualLayers = {6, 8, 8, 8, 3};
 
 // the same shapes in another order
 TEST(ZeroRanksDiffer, IsNoticedIfParametersAreListedInAnotherOrder) {
@@ -56,7 +49,7 @@ TEST(ZeroRanksDiffer, IsNoticedIfParametersAreListedInAnotherOrder) {
           }
         }
         // With sharded gradients parameters have names.
-        DistributedDataParallel ddp(mlp(kSizes), world.group());
+        DistributedDataParallel ddp(mlp(kEqualLayers), world.group());
         auto parameters = ddp.parameters();
         if (is_other) std::swap(parameters[2], parameters[4]);
         Zero zero(parameters, adamw(), {.stage = ZeroStage::kGradients, .ddp = ddp});
@@ -157,7 +150,7 @@ TEST(ZeroRanksDiffer, IsToldToAllIfOneRankThrows) {
         };
         {
           const auto group = spare();
-          DistributedDataParallel ddp(mlp(kSizes), group);
+          DistributedDataParallel ddp(mlp(kEqualLayers), group);
           Zero zero(ddp.parameters(), adamw(), {.stage = ZeroStage::kGradients, .ddp = ddp});
           loss_of(ddp, world, 0).backward();
           if (is_odd) ddp.parameters()[0].requires_grad_(false);
@@ -191,7 +184,7 @@ TEST(ZeroRanksDiffer, IsToldToAllIfOneRankThrows) {
 TEST(ZeroRanksDiffer, IsForgottenIfAllThrowAlike) {
   on_ranks(
       [](const World& world) {
-        DistributedDataParallel ddp(mlp(kSizes), world.group());
+        DistributedDataParallel ddp(mlp(kEqualLayers), world.group());
         Zero zero(ddp.parameters(), adamw(), {.stage = ZeroStage::kGradients, .ddp = ddp});
         loss_of(ddp, world, 0).backward();
         const auto first = ddp.parameters()[0];
@@ -294,24 +287,24 @@ TEST(ZeroRanksDiffer, IsRightInSubgroupsThatAreNotNamed) {
           const auto group = new_group(world.group(), ranks);
           if (group) mine = group;
         }
-        DistributedDataParallel ddp(mlp(kSizes), mine);
+        DistributedDataParallel ddp(mlp(kEqualLayers), mine);
         ddp.register_comm_hook(allreduce_hook());
         Zero zero(ddp.parameters(), adamw());
         EXPECT_EQ(zero.process_group(), mine);
-        DistributedDataParallel expected_ddp(mlp(kSizes), mine);
+        DistributedDataParallel expected_ddp(mlp(kEqualLayers), mine);
         AdamW plain(expected_ddp.parameters(), adamw());
         for (int step = 0; step < 3; ++step) {
           zero.zero_grad();
           plain.zero_grad();
           // The pairs train on different data, and do not meet.
-          const auto batch = random_batch(4, kSizes[0], 10 * step + world.rank());
+          const auto batch = random_batch(4, kEqualLayers[0], 10 * step + world.rank());
           ddp(batch).pow(2).mean().backward();
           expected_ddp(batch).pow(2).mean().backward();
           zero.step();
           plain.step();
         }
         expect_same(ddp.parameters(), expected_ddp.parameters(), "", {1e-5});
-        const auto alone = mlp(kSizes);
+        const auto alone = mlp(kEqualLayers);
         EXPECT_EQ(Zero(alone->parameters(), adamw()).process_group(), default_group());
       },
       {4}, {"threads"});
@@ -403,7 +396,7 @@ TEST(ZeroRanksDiffer, IsNotSoAfterARefusedHook) {
       [](const World& world) {
         const Warnings quiet;
         const auto train = [&](bool has_refused_hook) {
-          DistributedDataParallel ddp(mlp(kSizes), world.group());
+          DistributedDataParallel ddp(mlp(kEqualLayers), world.group());
           ZeroSgd zero(ddp.parameters(), sgd(), overlapped(world.group()));
           ddp.register_fused_optim([](const std::vector<at::Tensor>& parameters) {
             return std::make_shared<torch::optim::SGD>(parameters, sgd());
@@ -417,7 +410,7 @@ TEST(ZeroRanksDiffer, IsNotSoAfterARefusedHook) {
         };
         expect_same(train(true), train(false));
         const auto with_low = [&](bool has_refused_hook) {
-          DistributedDataParallel ddp(mlp(kSizes), world.group(),
+          DistributedDataParallel ddp(mlp(kEqualLayers), world.group(),
                                       {.mixed_precision = MixedPrecision{.param_dtype = at::kBFloat16}});
           torch::optim::SGD plain(ddp.parameters(), sgd());
           ZeroSgd zero(ddp.parameters(), sgd(), overlapped(world.group()));

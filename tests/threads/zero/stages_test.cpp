@@ -4,7 +4,6 @@
 #include "lockstep/testing/interpose.h"
 #include "lockstep/testing/memory_probe.h"
 #include "lockstep/zero/streaming.h"
-#include "tests/support/ddp_models.h"
 #include "tests/support/zero_fixtures.h"
 
 namespace lockstep {
@@ -14,34 +13,23 @@ using namespace ddp_models;
 using testing::expect_error;
 using torch::optim::AdamW;
 using torch::optim::AdamWOptions;
+using zero_fixtures::adamw;
 using zero_fixtures::copies_of;
 using zero_fixtures::expect_same;
 using zero_fixtures::expect_same_state;
+using zero_fixtures::kRows;
+using zero_fixtures::kSizes;
+using zero_fixtures::loss_of;
 using zero_fixtures::on_ranks;
+using zero_fixtures::small_buckets;
 using zero_fixtures::Within;
 using Zero = ZeroRedundancyOptimizer<AdamW>;
 
-const std::vector<int64_t> kSizes = {6, 40, 30, 20, 3};
 const std::vector<ZeroStage> kStages = {ZeroStage::kReplicated, ZeroStage::kState, ZeroStage::kGradients};
-constexpr int64_t kRows = 12;
-
-AdamWOptions adamw() {
-  return AdamWOptions(0.02).weight_decay(0.1);
-}
-
-/// Small buckets, so that there are several.
-DdpOptions small_buckets(const World& world) {
-  return {.process_group = world.group(), .bucket_cap_mb = 0.002};
-}
 
 template <class Ddp>
 ZeroOptions at_stage(ZeroStage stage, Ddp& ddp) {
   return {.stage = stage, .ddp = ddp};
-}
-
-template <class Ddp>
-at::Tensor loss_of(Ddp& ddp, const World& world, int step) {
-  return ddp(my_rows(random_batch(kRows, kSizes[0], 100 + step), world)).pow(2).mean();
 }
 
 std::string name_of(ZeroStage stage) {
@@ -73,7 +61,7 @@ TEST(ZeroStages, EndInTheSameParameters) {
   on_ranks([](const World& world) {
     for (const bool is_static : {false, true}) {
       for (const bool is_batched : {false, true}) {
-        auto options = small_buckets(world);
+        auto options = small_buckets();
         options.static_graph = is_static;
         options.batched_grad_copy = is_batched;
         expect_parity(world, options, [&](auto& ddp, auto& optimizer) {
@@ -91,7 +79,7 @@ TEST(ZeroStages, EndInTheSameParameters) {
 // ZERO-67
 TEST(ZeroStages, AddUpGradientsOfSeveralBackwards) {
   on_ranks([](const World& world) {
-    expect_parity(world, small_buckets(world), [&](auto& ddp, auto& optimizer) {
+    expect_parity(world, small_buckets(), [&](auto& ddp, auto& optimizer) {
       for (int step = 0; step < 9; step += 3) {
         optimizer.zero_grad();
         {
@@ -108,7 +96,7 @@ TEST(ZeroStages, AddUpGradientsOfSeveralBackwards) {
 // ZERO-67
 TEST(ZeroStages, WeighSamplesAlike) {
   on_ranks([](const World& world) {
-    expect_parity(world, small_buckets(world), [&](auto& ddp, auto& optimizer) {
+    expect_parity(world, small_buckets(), [&](auto& ddp, auto& optimizer) {
       for (int step = 0; step < 3; ++step) {
         optimizer.zero_grad();
         // Products with single rows would round by where parameters lie.
@@ -123,8 +111,8 @@ TEST(ZeroStages, WeighSamplesAlike) {
 // ZERO-67: backwards that are all averaged add up in the slices.
 TEST(ZeroStages, AddUpAveragedGradients) {
   on_ranks([](const World& world) {
-    DistributedDataParallel plain_ddp(mlp(kSizes), small_buckets(world));
-    DistributedDataParallel ddp(mlp(kSizes), small_buckets(world));
+    DistributedDataParallel plain_ddp(mlp(kSizes), small_buckets());
+    DistributedDataParallel ddp(mlp(kSizes), small_buckets());
     AdamW plain(plain_ddp.parameters(), adamw());
     Zero zero(ddp.parameters(), adamw(), at_stage(ZeroStage::kGradients, ddp));
     for (int step = 0; step < 6; ++step) {
@@ -194,7 +182,7 @@ TEST(ZeroStages, TakeGroupsWithOptionsOfTheirOwn) {
           {weights, std::make_unique<AdamWOptions>(adamw())},
           {biases, std::make_unique<AdamWOptions>(adamw().weight_decay(0).lr(0.05))}};
     };
-    DistributedDataParallel plain_ddp(mlp(kSizes), small_buckets(world));
+    DistributedDataParallel plain_ddp(mlp(kSizes), small_buckets());
     AdamW plain(groups_of(plain_ddp.parameters()), adamw());
     const auto train = [&](auto& ddp, auto& optimizer) {
       for (int step = 0; step < 3; ++step) {
@@ -205,7 +193,7 @@ TEST(ZeroStages, TakeGroupsWithOptionsOfTheirOwn) {
     };
     train(plain_ddp, plain);
     for (const auto stage : kStages) {
-      DistributedDataParallel ddp(mlp(kSizes), small_buckets(world));
+      DistributedDataParallel ddp(mlp(kSizes), small_buckets());
       Zero zero(groups_of(ddp.parameters()), adamw(), at_stage(stage, ddp));
       train(ddp, zero);
       expect_same(ddp.parameters(), plain_ddp.parameters(), name_of(stage), bits_or_close(world));
@@ -216,12 +204,12 @@ TEST(ZeroStages, TakeGroupsWithOptionsOfTheirOwn) {
 // ZERO-67: state goes from stage to stage, and is that of the plain optimizer.
 TEST(ZeroStages, ExchangeTheirState) {
   on_ranks([](const World& world) {
-    DistributedDataParallel plain_ddp(mlp(kSizes), small_buckets(world));
+    DistributedDataParallel plain_ddp(mlp(kSizes), small_buckets());
     AdamW plain(plain_ddp.parameters(), adamw());
     std::optional<OptimizerStateDict> carried;
     int step = 0;
     for (const auto stage : {ZeroStage::kGradients, ZeroStage::kReplicated, ZeroStage::kGradients, ZeroStage::kState}) {
-      DistributedDataParallel next(mlp(kSizes), small_buckets(world));
+      DistributedDataParallel next(mlp(kSizes), small_buckets());
       {
         const at::NoGradGuard no_grad;
         for (std::size_t i = 0; i < next.parameters().size(); ++i)
@@ -275,11 +263,11 @@ TEST(ZeroStages, ClipAndScaleAlike) {
       EXPECT_EQ(scaler.get_scale(), 512) << "one step was left out";
       return norms;
     };
-    DistributedDataParallel plain_ddp(mlp(kSizes), small_buckets(world));
+    DistributedDataParallel plain_ddp(mlp(kSizes), small_buckets());
     AdamW plain(plain_ddp.parameters(), adamw());
     const auto expected = train(plain_ddp, plain, [&] { return clip_grad_norm_(plain_ddp.parameters(), 0.05); });
     for (const auto stage : kStages) {
-      DistributedDataParallel ddp(mlp(kSizes), small_buckets(world));
+      DistributedDataParallel ddp(mlp(kSizes), small_buckets());
       Zero zero(ddp.parameters(), adamw(), at_stage(stage, ddp));
       const auto norms = train(ddp, zero, [&] { return zero.clip_grad_norm_(0.05); });
       for (std::size_t i : {0, 2, 3}) EXPECT_NEAR(norms[i], expected[i], 1e-5 * expected[i]) << name_of(stage);
@@ -306,16 +294,16 @@ TEST(ZeroStages, AreClippedLikeAnyOptimizer) {
   const optim::SGDOptions sgd{.lr = 0.5, .momentum = 0.5};
   on_ranks(
       [&](const World& world) {
-        DistributedDataParallel unclipped(mlp(kSizes), small_buckets(world));
+        DistributedDataParallel unclipped(mlp(kSizes), small_buckets());
         optim::SGD without(unclipped.parameters(), sgd);
         train(world, unclipped, without, Clip::kNot);
         for (const auto clip : {Clip::kByNorm, Clip::kByValue}) {
-          DistributedDataParallel plain_ddp(mlp(kSizes), small_buckets(world));
+          DistributedDataParallel plain_ddp(mlp(kSizes), small_buckets());
           optim::SGD plain(plain_ddp.parameters(), sgd);
           const auto expected = train(world, plain_ddp, plain, clip);
           EXPECT_FALSE(at::allclose(plain_ddp.parameters()[0], unclipped.parameters()[0])) << "clipping does something";
           for (const auto stage : kStages) {
-            DistributedDataParallel ddp(mlp(kSizes), small_buckets(world));
+            DistributedDataParallel ddp(mlp(kSizes), small_buckets());
             ZeroSgd zero(ddp.parameters(), sgd, at_stage(stage, ddp));
             const auto norms = train(world, ddp, zero, clip);
             for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_NEAR(norms[i], expected[i], 1e-5 * expected[i]);
@@ -343,10 +331,10 @@ TEST(ZeroStages, LeaveOutStepsWithoutBeingToldTheGroup) {
           EXPECT_EQ(scaler.get_scale(), 512) << "one step was left out";
         };
         const auto kBad = std::numeric_limits<float>::infinity();
-        DistributedDataParallel plain_ddp(mlp(kSizes), small_buckets(world));
+        DistributedDataParallel plain_ddp(mlp(kSizes), small_buckets());
         AdamW plain(plain_ddp.parameters(), adamw());
         train(plain_ddp, plain, [&] { plain_ddp.parameters()[0].mutable_grad().fill_(kBad); });
-        DistributedDataParallel ddp(mlp(kSizes), small_buckets(world));
+        DistributedDataParallel ddp(mlp(kSizes), small_buckets());
         Zero zero(ddp.parameters(), adamw(), at_stage(ZeroStage::kGradients, ddp));
         train(ddp, zero, [&] {
           if (world.rank() == 0) zero.own_gradients()[0].gradients.at(0).fill_(kBad);
@@ -370,10 +358,10 @@ TEST(ZeroStages, JoinWithUnevenInputs) {
           }
         });
       };
-      DistributedDataParallel expected(mlp(kSizes), small_buckets(world));
+      DistributedDataParallel expected(mlp(kSizes), small_buckets());
       Zero state(expected.parameters(), adamw(), at_stage(ZeroStage::kState, expected));
       train(expected, state, {&expected, &state});
-      DistributedDataParallel ddp(mlp(kSizes), small_buckets(world));
+      DistributedDataParallel ddp(mlp(kSizes), small_buckets());
       Zero zero(ddp.parameters(), adamw(), at_stage(ZeroStage::kGradients, ddp));
       train(ddp, zero, {&ddp, &zero});
       expect_same(ddp.parameters(), expected.parameters(), "", bits_or_close(world));
@@ -457,14 +445,14 @@ TEST(ZeroStages, RefuseWhatCannotBe) {
           DistributedDataParallel ddp(mlp(kSizes), options);
           const Zero zero(ddp.parameters(), adamw(), at_stage(ZeroStage::kGradients, ddp));
         };
-        auto options = small_buckets(world);
+        auto options = small_buckets();
         options.gradient_as_bucket_view = true;
         expect_error([&] { with(options); }, {"gradient_as_bucket_view", "ZeroStage::kGradients"});
-        options = small_buckets(world);
+        options = small_buckets();
         options.mixed_precision = MixedPrecision{.param_dtype = at::kBFloat16};
         expect_error([&] { with(options); }, {"mixed_precision", "ZeroStage::kGradients"});
 
-        DistributedDataParallel ddp(mlp(kSizes), small_buckets(world));
+        DistributedDataParallel ddp(mlp(kSizes), small_buckets());
         const auto all = ddp.parameters();
         const auto refused = [&](std::vector<at::Tensor> parameters, ZeroOptions zero,
                                  const std::vector<std::string>& parts) {
@@ -509,9 +497,9 @@ TEST(ZeroStages, RefuseWhatCannotBe) {
 // ZERO-67
 TEST(ZeroStages, WarnOfGradientsThatAreNotUsed) {
   on_ranks(
-      [](const World& world) {
+      [](const World& /*world*/) {
         auto model = mlp(kSizes);
-        DistributedDataParallel ddp(model, small_buckets(world));
+        DistributedDataParallel ddp(model, small_buckets());
         Zero zero(ddp.parameters(), adamw(), at_stage(ZeroStage::kGradients, ddp));
         const Warnings warnings;
         zero.step();
@@ -528,9 +516,9 @@ TEST(ZeroStages, WarnOfGradientsThatAreNotUsed) {
 TEST(ZeroStages, GoOnAfterABackwardThatFailed) {
   on_ranks(
       [](const World& world) {
-        DistributedDataParallel ddp(mlp(kSizes), small_buckets(world));
+        DistributedDataParallel ddp(mlp(kSizes), small_buckets());
         Zero zero(ddp.parameters(), adamw(), at_stage(ZeroStage::kGradients, ddp));
-        DistributedDataParallel expected(mlp(kSizes), small_buckets(world));
+        DistributedDataParallel expected(mlp(kSizes), small_buckets());
         AdamW plain(expected.parameters(), adamw());
         loss_of(ddp, world, 5).backward();
         auto throws = true;
@@ -555,9 +543,9 @@ TEST(ZeroStages, GoOnAfterABackwardThatFailed) {
 TEST(ZeroStages, RepeatABackwardWhoseReductionFailed) {
   on_ranks(
       [](const World& world) {
-        DistributedDataParallel ddp(mlp(kSizes), small_buckets(world));
+        DistributedDataParallel ddp(mlp(kSizes), small_buckets());
         Zero zero(ddp.parameters(), adamw(), at_stage(ZeroStage::kGradients, ddp));
-        DistributedDataParallel expected_ddp(mlp(kSizes), small_buckets(world));
+        DistributedDataParallel expected_ddp(mlp(kSizes), small_buckets());
         Zero expected(expected_ddp.parameters(), adamw(), at_stage(ZeroStage::kGradients, expected_ddp));
         for (int step = 0; step < 3; ++step) {
           for (int i = 0; i < 2; ++i) {

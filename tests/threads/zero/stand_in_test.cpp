@@ -3,7 +3,6 @@
 
 #include "lockstep/optim/clip_grad.h"
 #include "lockstep/optim/grad_scaler.h"
-#include "tests/support/ddp_models.h"
 #include "tests/support/zero_fixtures.h"
 
 namespace lockstep::stand_in_test {
@@ -12,27 +11,14 @@ namespace {
 using namespace ddp_models;
 using testing::expect_error;
 using torch::optim::AdamW;
-using torch::optim::AdamWOptions;
+using zero_fixtures::adamw;
 using zero_fixtures::expect_same;
+using zero_fixtures::kRows;
+using zero_fixtures::kSizes;
+using zero_fixtures::loss_of;
 using zero_fixtures::on_ranks;
+using zero_fixtures::small_buckets;
 using Zero = ZeroRedundancyOptimizer<AdamW>;
-
-const std::vector<int64_t> kSizes = {6, 40, 30, 3};
-constexpr int64_t kRows = 12;
-
-AdamWOptions adamw() {
-  return AdamWOptions(0.02).weight_decay(0.1);
-}
-
-/// Small buckets, so that there are several.
-DdpOptions small_buckets(const World& world) {
-  return {.process_group = world.group(), .bucket_cap_mb = 0.002};
-}
-
-template <class Ddp>
-at::Tensor loss_of(Ddp& ddp, const World& world, int step) {
-  return ddp(my_rows(random_batch(kRows, kSizes[0], 100 + step), world)).pow(2).mean();
-}
 
 /// The same on all ranks, and computed without DDP's forward.
 at::Tensor penalty_of(const std::vector<at::Tensor>& parameters) {
@@ -43,8 +29,8 @@ at::Tensor penalty_of(const std::vector<at::Tensor>& parameters) {
 
 /// Calls train(ddp, model, optimizer) with a plain optimizer and with sharded gradients; parameters end up the same.
 template <class Train>
-void expect_parity(const World& world, const Train& train) {
-  const auto options = small_buckets(world);
+void expect_parity(const Train& train) {
+  const auto options = small_buckets();
   auto plain_model = mlp(kSizes);
   DistributedDataParallel plain_ddp(plain_model, options);
   AdamW plain(plain_ddp.parameters(), adamw());
@@ -65,7 +51,7 @@ TEST(ZeroStandIn, IsDroppedByWhateverDropsAGradient) {
       [](const World& world) {
         for (const auto way : {Way::kModule, Way::kModuleToZero, Way::kBase, Way::kBaseToZero, Way::kReset}) {
           SCOPED_TRACE(static_cast<int>(way));
-          expect_parity(world, [&](auto& ddp, auto& model, torch::optim::Optimizer& optimizer) {
+          expect_parity([&](auto& ddp, auto& model, torch::optim::Optimizer& optimizer) {
             const auto zero_grad = [&] {
               if (way == Way::kModule) model->zero_grad();
               if (way == Way::kModuleToZero) model->zero_grad(false);
@@ -110,7 +96,7 @@ TEST(ZeroStandIn, IsRightInTheLoopOfAGan) {
             optimizer_g.step();
           }
         };
-        const auto options = small_buckets(world);
+        const auto options = small_buckets();
         DistributedDataParallel plain_g(mlp({4, 20, 6}), options);
         DistributedDataParallel plain_d(mlp({6, 20, 3}), options);
         AdamW adam_g(plain_g.parameters(), adamw());
@@ -132,7 +118,7 @@ TEST(ZeroStandIn, IsAddedToByASecondBackward) {
   on_ranks(
       [](const World& world) {
         const Warnings quiet;
-        expect_parity(world, [&](auto& ddp, auto& model, torch::optim::Optimizer& optimizer) {
+        expect_parity([&](auto& ddp, auto& model, torch::optim::Optimizer& optimizer) {
           for (int step = 0; step < 4; ++step) {
             optimizer.zero_grad();
             if (step == 2) penalty_of(model->parameters()).backward();
@@ -143,7 +129,7 @@ TEST(ZeroStandIn, IsAddedToByASecondBackward) {
           }
         });
         // Micro-batches that end without a reduction, and a reduced one in front.
-        expect_parity(world, [&](auto& ddp, auto& /*model*/, torch::optim::Optimizer& optimizer) {
+        expect_parity([&](auto& ddp, auto& /*model*/, torch::optim::Optimizer& optimizer) {
           for (int step = 0; step < 3; ++step) {
             optimizer.zero_grad();
             loss_of(ddp, world, 3 * step).backward();
@@ -194,7 +180,7 @@ TEST(ZeroStandIn, IsEditedElementByElement) {
           const at::AutoGradMode on(true);
           body();
         };
-        expect_parity(world, [&](auto& ddp, auto& model, torch::optim::Optimizer& optimizer) {
+        expect_parity([&](auto& ddp, auto& model, torch::optim::Optimizer& optimizer) {
           for (int step = 0; step < 6; ++step) {
             optimizer.zero_grad();
             with_grad([&] { loss_of(ddp, world, step).backward(); });
@@ -210,7 +196,7 @@ TEST(ZeroStandIn, IsEditedElementByElement) {
             optimizer.step();
           }
         });
-        expect_parity(world, [&](auto& ddp, auto& model, torch::optim::Optimizer& optimizer) {
+        expect_parity([&](auto& ddp, auto& model, torch::optim::Optimizer& optimizer) {
           for (int step = 0; step < 3; ++step) {
             optimizer.zero_grad();
             with_grad([&] { loss_of(ddp, world, step).backward(); });
@@ -231,7 +217,7 @@ TEST(ZeroStandIn, IsClippedByTheNormOfTheParametersThatAreGiven) {
       [](const World& world) {
         for (const double norm_type : {2.0, 1.0, std::numeric_limits<double>::infinity()}) {
           std::vector<std::vector<double>> norms;
-          expect_parity(world, [&](auto& ddp, auto& model, torch::optim::Optimizer& optimizer) {
+          expect_parity([&](auto& ddp, auto& model, torch::optim::Optimizer& optimizer) {
             auto& of_run = norms.emplace_back();
             for (int step = 0; step < 3; ++step) {
               optimizer.zero_grad();
@@ -267,9 +253,9 @@ TEST(ZeroStandIn, RefusesWhatNeedsTheWholeGradient) {
   on_ranks(
       [](const World& world) {
         auto model = mlp(kSizes);
-        DistributedDataParallel ddp(model, small_buckets(world));
+        DistributedDataParallel ddp(model, small_buckets());
         Zero zero(ddp.parameters(), adamw(), {.stage = ZeroStage::kGradients, .ddp = ddp});
-        DistributedDataParallel expected_ddp(mlp(kSizes), small_buckets(world));
+        DistributedDataParallel expected_ddp(mlp(kSizes), small_buckets());
         AdamW plain(expected_ddp.parameters(), adamw());
         loss_of(ddp, world, 1).backward();
         loss_of(expected_ddp, world, 1).backward();
@@ -299,7 +285,7 @@ TEST(ZeroStandIn, IsRefusedWhenItsGradientIsGone) {
   on_ranks(
       [](const World& world) {
         auto model = mlp(kSizes);
-        DistributedDataParallel ddp(model, small_buckets(world));
+        DistributedDataParallel ddp(model, small_buckets());
         std::optional<Zero> zero(std::in_place, ddp.parameters(), adamw(),
                                  ZeroOptions{.stage = ZeroStage::kGradients, .ddp = ddp});
         loss_of(ddp, world, 0).backward();
@@ -324,7 +310,7 @@ TEST(ZeroStandIn, IsRefusedWhenItsGradientIsGone) {
 TEST(ZeroStandIn, RefusesToAverageWhatWasClippedBefore) {
   on_ranks(
       [](const World& world) {
-        DistributedDataParallel ddp(mlp(kSizes), small_buckets(world));
+        DistributedDataParallel ddp(mlp(kSizes), small_buckets());
         Zero zero(ddp.parameters(), adamw(), {.stage = ZeroStage::kGradients, .ddp = ddp});
         const Warnings quiet;
         {
@@ -334,7 +320,7 @@ TEST(ZeroStandIn, RefusesToAverageWhatWasClippedBefore) {
         clip_grad_norm_(zero, 1.0);
         expect_error([&] { loss_of(ddp, world, 1).backward(); }, {"was not averaged", "after the last backward"});
         zero.zero_grad();
-        DistributedDataParallel expected_ddp(mlp(kSizes), small_buckets(world));
+        DistributedDataParallel expected_ddp(mlp(kSizes), small_buckets());
         AdamW plain(expected_ddp.parameters(), adamw());
         loss_of(ddp, world, 2).backward();
         loss_of(expected_ddp, world, 2).backward();
@@ -351,9 +337,9 @@ TEST(ZeroStandIn, LeavesOutAStepOnAllRanksInEveryStage) {
       [](const World& world) {
         for (const auto stage : {ZeroStage::kState, ZeroStage::kGradients}) {
           auto model = mlp(kSizes);
-          DistributedDataParallel ddp(model, small_buckets(world));
+          DistributedDataParallel ddp(model, small_buckets());
           Zero zero(ddp.parameters(), adamw(), {.stage = stage, .ddp = ddp});
-          DistributedDataParallel plain_ddp(mlp(kSizes), small_buckets(world));
+          DistributedDataParallel plain_ddp(mlp(kSizes), small_buckets());
           AdamW plain(plain_ddp.parameters(), adamw());
           GradScaler scaler({.device = at::kCPU, .init_scale = 1024});
           for (int step = 0; step < 4; ++step) {
@@ -408,15 +394,15 @@ TEST(ZeroStandIn, IsNotNeededWhereTheModuleIsWrappedAnew) {
   on_ranks(
       [](const World& world) {
         auto model = mlp(kSizes);
-        auto ddp = std::make_unique<DistributedDataParallel<Mlp>>(model, small_buckets(world));
+        auto ddp = std::make_unique<DistributedDataParallel<Mlp>>(model, small_buckets());
         Zero zero(ddp->parameters(), adamw(), {.stage = ZeroStage::kGradients, .ddp = *ddp});
-        DistributedDataParallel plain_ddp(mlp(kSizes), small_buckets(world));
+        DistributedDataParallel plain_ddp(mlp(kSizes), small_buckets());
         AdamW plain(plain_ddp.parameters(), adamw());
         const Warnings warnings;
         for (int step = 0; step < 4; ++step) {
           if (step == 2) {
             ddp.reset();
-            ddp = std::make_unique<DistributedDataParallel<Mlp>>(model, small_buckets(world));
+            ddp = std::make_unique<DistributedDataParallel<Mlp>>(model, small_buckets());
           }
           zero.zero_grad();
           plain.zero_grad();
