@@ -4,8 +4,10 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <array>
@@ -15,12 +17,6 @@ namespace {
 
 using ::testing::HasSubstr;
 
-int count_open() {
-  int count = 0;
-  for (int fd = 0; fd < 1024; ++fd) count += ::fcntl(fd, F_GETFD) >= 0 ? 1 : 0;
-  return count;
-}
-
 class Letters : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -28,7 +24,20 @@ class Letters : public ::testing::Test {
     ASSERT_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends), 0);
     mine_.reset(ends[0]);
     theirs_.reset(ends[1]);
-    for (auto& file : files_) file.reset(::open("/dev/null", O_RDWR | O_CLOEXEC));
+    for (auto& file : files_) file.reset(::memfd_create("enclosed", MFD_CLOEXEC));
+  }
+  /// Descriptors of the enclosed files, however many others the process opens and closes meanwhile.
+  int count_open() const {
+    int count = 0;
+    struct stat each = {};
+    struct stat file = {};
+    for (int fd = 0; fd < 1024; ++fd) {
+      if (::fstat(fd, &each) != 0) continue;
+      for (const auto& enclosed : files_) {
+        if (::fstat(enclosed.get(), &file) == 0 && file.st_dev == each.st_dev && file.st_ino == each.st_ino) ++count;
+      }
+    }
+    return count;
   }
   std::array<int, 3> fds() const { return {files_[0].get(), files_[1].get(), files_[2].get()}; }
 
@@ -56,7 +65,7 @@ TEST_F(Letters, ArriveWithWhatIsEnclosed) {
 // With room for none, one and two of three.
 TEST_F(Letters, ThatDoNotFitTheLimitSaySoAndLeakNothing) {
   const auto all = fds();
-  const int before = count_open();
+  ASSERT_EQ(count_open(), 3);
   rlimit usual = {};
   ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &usual), 0);
   for (const std::size_t room : {0, 1, 2}) {
@@ -79,12 +88,13 @@ TEST_F(Letters, ThatDoNotFitTheLimitSaySoAndLeakNothing) {
     fillers.clear();
     ::setrlimit(RLIMIT_NOFILE, &usual);
     EXPECT_THAT(message, HasSubstr("out of file descriptors: this process may have 100 open. Raise the limit"));
-    EXPECT_LE(count_open(), before) << room;  // threads of earlier tests may still close theirs
+    EXPECT_EQ(count_open(), 3) << room;
   }
   Letter letter;
   ASSERT_TRUE(send_letter(mine_.get(), {.topic = Topic::kMemory}, all));
   EXPECT_TRUE(receive_letter(theirs_.get(), letter));
   EXPECT_EQ(letter.enclosed.size(), 3U);
+  EXPECT_EQ(count_open(), 6) << "of those that arrived there are two each";
 }
 
 // Whoever goes says why before, and is heard though it did not read everything.
@@ -100,13 +110,10 @@ TEST_F(Letters, AreReadWhenTheirSenderIsGone) {
 }
 
 TEST_F(Letters, OfStrangersAreNone) {
-  const int fd = files_[0].get();
-  const int before = count_open();
   ASSERT_EQ(::send(mine_.get(), "hello", 5, 0), 5);
   Letter letter;
   EXPECT_FALSE(receive_letter(theirs_.get(), letter));
-  ASSERT_GE(fd, 0);
-  EXPECT_EQ(count_open(), before);
+  EXPECT_EQ(count_open(), 3);
 }
 
 }  // namespace
