@@ -1,6 +1,7 @@
 #include "lockstep/comm/failure.h"
 
 #include <algorithm>
+#include <condition_variable>
 #include <thread>
 
 #include "lockstep/base/str.h"
@@ -8,7 +9,9 @@
 namespace lockstep::detail {
 namespace {
 
-// Survivors that wait look at the page every kPollInterval (pending.cpp); they have signed well before this is over.
+// How long a rank waits before it asks whether others have given up, and between asking again.
+constexpr auto kPollInterval = std::chrono::milliseconds(100);
+// Survivors that wait look at the page every kPollInterval; they have signed well before this is over.
 constexpr auto kGrace = std::chrono::milliseconds(800);
 // Longer than a waiting rank takes to notice, shorter than anybody minds.
 constexpr auto kServerLinger = std::chrono::milliseconds(200);
@@ -21,6 +24,39 @@ constexpr char kStoreIsGone[] = "the store is gone, and with it the rank that se
 
 std::string signature_key(int rank) {
   return str("failure/rank/", rank);
+}
+
+std::string wait_key(int rank) {
+  return str("waiting/", rank);
+}
+
+/// Set once; waited for in slices.
+class Completion {
+ public:
+  void notify() {
+    {
+      const std::lock_guard lock(mutex_);
+      is_done_ = true;
+    }
+    changed_.notify_all();
+  }
+  /// False if the time was over first.
+  bool wait_for(std::chrono::milliseconds time) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, time, [&] { return is_done_; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool is_done_ = false;
+};
+
+void show_wait(const GroupState& state, const std::string& operation) {
+  const auto& store = state.description.store;
+  if (!store) return;
+  const auto text = str(state.next_sequence.load(), " ", operation);
+  store->set(wait_key(state.description.rank), std::vector<uint8_t>(text.begin(), text.end()));
 }
 
 std::string cause_key(int64_t number) {
@@ -86,6 +122,25 @@ std::string causes_of_others(c10d::Store& store) {
 bool has_failure(GroupState& state) {
   const auto& store = state.description.store;
   return store && store->check({kAnyFailure});
+}
+
+void wait_unless_others_give_up(c10::ivalue::Future& future, GroupState& state,
+                                const std::function<std::string()>& operation) {
+  const auto completion = std::make_shared<Completion>();
+  future.addCallback([completion](c10::ivalue::Future&) { completion->notify(); });
+  bool is_shown = false;
+  while (!completion->wait_for(kPollInterval)) {
+    if (!std::exchange(is_shown, true)) show_wait(state, operation());
+    // The one who gave up may be late itself: this rank's own transport has the last word if it just finished.
+    if (has_failure(state) && !future.completed()) report_failure(state, operation(), "");
+  }
+}
+
+std::optional<ShownWait> shown_wait_of(GroupState& state, int rank) {
+  const auto& store = state.description.store;
+  if (!store || !store->check({wait_key(rank)})) return std::nullopt;
+  const auto text = store->get_to_str(wait_key(rank));
+  return ShownWait{.launched = std::stoull(text), .operation = text.substr(text.find(' ') + 1)};
 }
 
 std::string message_of(const std::exception& error) {

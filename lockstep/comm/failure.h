@@ -3,7 +3,11 @@
 // short grace all of them name the same ranks: those that did not sign. Internal to comm.
 #pragma once
 
+#include <ATen/core/ivalue.h>
+
 #include <exception>
+#include <functional>
+#include <optional>
 #include <string>
 
 #include "lockstep/comm/group_state.h"
@@ -22,6 +26,18 @@ bool has_failure(GroupState& state);
 /// Signs the failure page for a rank that leaves by itself: the others' errors say `reason`, the first one given in the
 /// group. Throws if the store cannot be reached.
 void sign_out(GroupState& state, const std::string& reason);
+
+/// Waits for `future`. Every 100 ms it looks whether another rank has given up, and then does so too. Who waits that
+/// long shows in the store what for. `operation` is asked for messages only.
+void wait_unless_others_give_up(c10::ivalue::Future& future, GroupState& state,
+                                const std::function<std::string()>& operation);
+
+/// What a rank of the group is waiting for, or was when it last waited long; none if it never did.
+struct ShownWait {
+  uint64_t launched = 0;  // collectives, up to then
+  std::string operation = "";
+};
+std::optional<ShownWait> shown_wait_of(GroupState& state, int rank);
 
 /// Throws if the group failed earlier.
 void check_usable(GroupState& state);

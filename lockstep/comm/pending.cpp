@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -26,32 +25,22 @@
 namespace lockstep {
 namespace {
 
-// How long a rank waits before it asks whether others have given up, and between asking again.
-constexpr auto kPollInterval = std::chrono::milliseconds(100);
-
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-/// Set once; waited for in slices.
-class Completion {
- public:
-  void notify() {
-    {
-      const std::lock_guard lock(mutex_);
-      is_done_ = true;
-    }
-    changed_.notify_all();
-  }
-  /// False if the time was over first.
-  bool wait_for(std::chrono::milliseconds time) {
-    std::unique_lock lock(mutex_);
-    return changed_.wait_for(lock, time, [&] { return is_done_; });
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool is_done_ = false;
-};
+/// Whatever went wrong after the launch is a peer's or the transport's doing; programs tell that by the type.
+FuturePtr with_peer_errors(const FuturePtr& future, std::string operation) {
+  return future->then(
+      [operation = std::move(operation)](c10::ivalue::Future& done) {
+        try {
+          return done.value();
+        } catch (const c10::DistBackendError&) {
+          throw;
+        } catch (const std::exception& error) {
+          C10_THROW_ERROR(DistBackendError, str(operation, ": ", detail::first_line(error)));
+        }
+      },
+      future->elementType());
+}
 
 /// One call per tensor, in order; a call that takes one tensor by nature stays as it is.
 std::vector<Call> split_by_tensor(const Call& call) {
@@ -151,14 +140,7 @@ void Pending::State::wait_for(c10d::Work& work) {
   try {
     // Through the future, since a wait with a time limit throws each time it is over. Gloo's reduce-scatter has none
     // and runs inside wait(); such a rank learns of a lost peer from its own connections, or when its time is over.
-    const auto completion = std::make_shared<Completion>();
-    if (has_futures) work.getFuture()->addCallback([completion](c10::ivalue::Future&) { completion->notify(); });
-    while (has_futures && !completion->wait_for(kPollInterval)) {
-      // The one who gave up may be late itself: this rank's own transport has the last word if it just finished.
-      if (detail::has_failure(state) && !work.isCompleted()) {
-        detail::report_failure(state, operation(), "");
-      }
-    }
+    if (has_futures) detail::wait_unless_others_give_up(*work.getFuture(), state, operation);
     work.wait();
   } catch (const c10::DistBackendError& error) {
     // Thrown by report_failure() just now, or because the group was destroyed.
@@ -206,10 +188,14 @@ c10::intrusive_ptr<c10::ivalue::Future> Pending::future() {
   if (!state_) return completed({});
   if (state_->on_stream) return state_->on_stream->future(state_->call->results());
   if (state_->works.empty()) return completed(state_->call->results());
+  const auto future_of = [&](c10d::Work& work) {
+    auto future = work.getFuture();
+    return state_->is_diagnosed ? with_peer_errors(future, state_->call->describe(state_->sequence)) : future;
+  };
   if (state_->works.size() == 1 && state_->divide_by <= 1 && state_->staged.empty())
-    return state_->works[0]->getFuture();
+    return future_of(*state_->works[0]);
   std::vector<FuturePtr> parts;
-  for (const auto& work : state_->works) parts.push_back(work->getFuture());
+  for (const auto& work : state_->works) parts.push_back(future_of(*work));
   return detail::all_of(parts)->then(
       [state = state_, parts](c10::ivalue::Future&) {
         for (const auto& part : parts) part->waitAndThrow();  // the current stream waits too

@@ -104,6 +104,7 @@ void AllReduceSink::launch(Bucket& bucket) {
 // ---- the way back ----
 
 at::Tensor AllReduceSink::result_of(const Bucket& bucket) const {
+  detail::wait_for(*bucket.progress.future, setup_.group, "what a comm hook has launched");
   const auto result = tensor_of(*bucket.progress.future);
   if (bucket.is_sparse()) {
     const auto& rows = bucket.sparse_rows();

@@ -1,4 +1,8 @@
 // Steps that fail on the way to their gradients, and are repeated.
+#include <chrono>
+
+#include "lockstep/comm/barrier.h"
+#include "lockstep/comm/failure_notice.h"
 #include "lockstep/testing/interpose.h"
 #include "tests/support/ddp_models.h"
 
@@ -308,6 +312,36 @@ LOCKSTEP_THREAD_TEST(DdpRepeat, ThePeersFailureKeepsItsTypeBehindHooks, 2) {
     ADD_FAILURE() << "the hook's own mistake is no peer's";
   } catch (const c10::Error&) {
   }
+}
+
+// (D-10): gloo names no types; whatever goes wrong after a launch is a peer's doing or the transport's.
+TEST(DdpRepeat, ThePeersFailureKeepsItsTypeBehindHooksOverGloo) {
+  testing::run_threads_in_gtest({.world_size = 2, .backend = "gloo"}, [](const World& world) {
+    for (const bool announces : {false, true}) {
+      const auto group =
+          new_group(world.group(), {0, 1}, {.timeout = std::chrono::seconds(announces ? 60 : 1), .name = "hooks"});
+      DistributedDataParallel ddp(mlp(kSizes), group);
+      ddp.register_comm_hook([&](GradBucket& bucket) {
+        return then(all_reduce_future(bucket.buffer(), group), [](const at::Tensor& sum) { return sum / 2; });
+      });
+      const auto begin = std::chrono::steady_clock::now();
+      if (world.rank() == 0) {
+        try {
+          ddp(random_batch(2, kSizes[0], 1)).sum().backward();
+          ADD_FAILURE() << "nothing was thrown";
+        } catch (const c10::DistBackendError& error) {
+          EXPECT_NE(std::string(error.what()).find(announces ? "enough" : "rank 1 is gone, hung or late"),
+                    std::string::npos)
+              << error.what();
+          EXPECT_NE(std::string(error.what()).find("bucket 0"), std::string::npos) << error.what();
+        }
+        EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(20));
+      } else if (announces) {
+        announce_failure(group, std::make_exception_ptr(std::runtime_error("enough")));
+      }
+      barrier(world.group());
+    }
+  });
 }
 
 }  // namespace
