@@ -27,7 +27,6 @@ Bucket::Bucket(std::size_t index, const BucketPlan& plan, const std::vector<at::
   for (const auto member : members_) parameters_.push_back(all_parameters[member]);
   if (is_sparse_) {
     offsets_ = {0};
-    strides_ = {{}};
     lengths_ = {parameters_[0].numel()};
     return;
   }
@@ -35,12 +34,14 @@ Bucket::Bucket(std::size_t index, const BucketPlan& plan, const std::vector<at::
   const auto own = plan.parameters()[members_[0]].dtype;
   const auto element = dtype && c10::isFloatingType(own) ? *dtype : own;
   is_complex_ = c10::isComplexType(element);
+  std::vector<std::vector<int64_t>> strides;
   for (const auto& parameter : parameters_) {
     offsets_.push_back(elements_);
-    strides_.push_back(keeps_strides(parameter) ? parameter.strides().vec() : std::vector<int64_t>());
+    strides.push_back(keeps_strides(parameter) ? parameter.strides().vec() : std::vector<int64_t>());
     lengths_.push_back(parameter.numel() * (is_complex_ ? 2 : 1));
     elements_ += lengths_.back();
   }
+  strides_ = std::make_shared<const std::vector<std::vector<int64_t>>>(std::move(strides));
   options_ = at::TensorOptions(is_complex_ ? c10::toRealValueType(element) : element).device(parameters_[0].device());
 }
 
@@ -67,8 +68,8 @@ std::vector<at::Tensor> Bucket::views_of(const at::Tensor& result) const {
     // Pairs of reals become complex first, so that strides count what they count in the parameter.
     auto part = result.narrow(0, offsets_[i], lengths_[i]);
     if (is_complex_) part = at::view_as_complex(part.view({-1, 2}));
-    views.push_back(strides_[i].empty() ? part.view(parameter.sizes())
-                                        : part.as_strided(parameter.sizes(), strides_[i]));
+    const auto& strides = (*strides_)[i];
+    views.push_back(strides.empty() ? part.view(parameter.sizes()) : part.as_strided(parameter.sizes(), strides));
   }
   return views;
 }
@@ -85,6 +86,7 @@ GradBucket Bucket::as_grad_bucket(std::size_t bucket_count, const at::Tensor& bu
                      .offsets = offsets_,
                      .lengths = lengths_,
                      .parameters = parameters_,
+                     .strides = strides_,
                      .sparse_rows = sparse_rows_,
                      .group = group.get()});
 }

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -67,7 +68,7 @@ class Bucket {
   bool is_complex_ = false;       // then the buffer is real, two elements for each
   std::vector<int64_t> offsets_;  // in elements of the buffer
   /// Of parameters when the bucket was made: whoever divides it counts elements so. Empty where they are not kept.
-  std::vector<std::vector<int64_t>> strides_;
+  std::shared_ptr<const std::vector<std::vector<int64_t>>> strides_;
   std::vector<int64_t> lengths_;
   int64_t elements_ = 0;
   at::TensorOptions options_;

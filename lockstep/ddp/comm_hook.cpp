@@ -13,9 +13,10 @@ std::vector<at::Tensor> GradBucket::gradients() const {
     auto part = parts_.buffer.narrow(0, parts_.offsets[i], parts_.lengths[i]);
     // Complex gradients lie as pairs in a real buffer.
     if (parameter.is_complex() && !part.is_complex()) part = at::view_as_complex(part.view({-1, 2}));
-    // As the reducer wrote them: dense parameters keep their strides.
-    views.push_back(parameter.is_non_overlapping_and_dense() ? part.as_strided(parameter.sizes(), parameter.strides())
-                                                             : part.view(parameter.sizes()));
+    // As the reducer wrote them; a parameter may have got other strides since.
+    const bool is_strided = parts_.strides ? !(*parts_.strides)[i].empty() : parameter.is_non_overlapping_and_dense();
+    const at::IntArrayRef strides = parts_.strides ? at::IntArrayRef((*parts_.strides)[i]) : parameter.strides();
+    views.push_back(is_strided ? part.as_strided(parameter.sizes(), strides) : part.view(parameter.sizes()));
   }
   return views;
 }

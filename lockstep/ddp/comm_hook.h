@@ -30,6 +30,8 @@ class GradBucket {
     std::vector<int64_t> offsets = {};
     std::vector<int64_t> lengths = {};
     std::vector<at::Tensor> parameters = {};
+    /// How each gradient lies in the buffer; empty where it is contiguous. Null: like its parameter.
+    std::shared_ptr<const std::vector<std::vector<int64_t>>> strides = nullptr;
     /// Row ids of a sparse gradient's buffer, if they were set beforehand.
     std::optional<at::Tensor> sparse_rows = std::nullopt;
     /// Not kept alive, not even weakly: a future may be the last to hold its bucket, on a thread of the group, which
@@ -45,8 +47,8 @@ class GradBucket {
   bool is_last() const { return parts_.index + 1 == parts_.bucket_count; }
   const at::Tensor& buffer() const { return parts_.buffer; }
   void set_buffer(at::Tensor buffer) { parts_.buffer = std::move(buffer); }
-  /// Views of the buffer, one per parameter, of its sizes and (if it is dense) its strides; the buffer itself if the
-  /// gradient is sparse.
+  /// Views of the buffer, one per parameter, of its sizes and (if it was dense when the bucket was made) the
+  /// strides it had then; the buffer itself if the gradient is sparse.
   std::vector<at::Tensor> gradients() const;
   /// In the order of gradients().
   const std::vector<at::Tensor>& parameters() const { return parts_.parameters; }

@@ -15,10 +15,18 @@ at::Tensor row_of(const at::Tensor& parameter) {
 at::Tensor flattened_like(const at::Tensor& tensor, const at::Tensor& parameter) {
   TORCH_CHECK(tensor.sizes() == parameter.sizes(), "[lockstep/shard] a tensor of sizes ", tensor.sizes(),
               " does not fit a parameter of sizes ", parameter.sizes());
-  if (!parameter.is_non_overlapping_and_dense()) return tensor.detach().contiguous().view({-1});
-  if (tensor.strides() == parameter.strides()) return row_of(tensor);
-  const auto copy = at::empty_strided(parameter.sizes(), parameter.strides(), tensor.options().requires_grad(false));
+  return flattened_like(tensor, parameter.is_non_overlapping_and_dense() ? parameter.strides() : at::IntArrayRef());
+}
+
+at::Tensor flattened_like(const at::Tensor& tensor, at::IntArrayRef strides) {
+  if (strides.empty()) return tensor.detach().contiguous().view({-1});
+  if (tensor.strides() == strides) return row_of(tensor);
+  const auto copy = at::empty_strided(tensor.sizes(), strides, tensor.options().requires_grad(false));
   return row_of(copy.copy_(tensor.detach()));
+}
+
+std::vector<int64_t> memory_order_of(const at::Tensor& parameter) {
+  return parameter.is_non_overlapping_and_dense() ? parameter.strides().vec() : std::vector<int64_t>();
 }
 
 at::Tensor unflattened_like(const at::Tensor& row, const at::Tensor& parameter) {

@@ -30,7 +30,7 @@ ParameterSync::ParameterSync(const std::vector<std::vector<at::Tensor>>& per_ran
   for (std::size_t rank = 0; rank < per_rank.size(); ++rank) {
     for (const auto& parameter : per_rank[rank]) {
       if (parameter.numel() >= kLargeElements && parameter.is_non_overlapping_and_dense()) {
-        large_[rank].push_back(parameter);
+        large_[rank].push_back({parameter, memory_order_of(parameter)});
       } else if (parameter.numel() > 0) {
         packed_on(parameter.device()).parameters[rank].push_back(parameter);
       }
@@ -93,14 +93,18 @@ void ParameterSync::send(Packed& packed) const {
 void ParameterSync::sync() {
   const at::NoGradGuard no_grad;
   std::vector<Pending> pending;
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // of those that lie otherwise now
   for (std::size_t rank = 0; rank < large_.size(); ++rank) {
     if (group_->getSize() == 1) break;
-    for (const auto& parameter : large_[rank]) {
-      pending.push_back(launch_broadcast(row_of(parameter), static_cast<int>(rank), group_));
+    for (const auto& [parameter, memory_order] : large_[rank]) {
+      const auto row = flattened_like(parameter, memory_order);
+      if (!row.is_alias_of(parameter)) copies.emplace_back(parameter, row.as_strided(parameter.sizes(), memory_order));
+      pending.push_back(launch_broadcast(row, static_cast<int>(rank), group_));
     }
   }
   for (auto& packed : packed_) send(packed);
   for (auto& each : pending) each.wait();
+  for (const auto& [parameter, received] : copies) parameter.detach().copy_(received);
 }
 
 int64_t ParameterSync::bytes() const {

@@ -25,6 +25,10 @@ class ParameterSync {
   int64_t bytes() const;
 
  private:
+  struct Large {
+    at::Tensor parameter;
+    std::vector<int64_t> memory_order;  // in which all ranks send it
+  };
   /// Small parameters on one device, by rank, and their places in a buffer.
   struct Packed {
     c10::Device device;
@@ -40,7 +44,7 @@ class ParameterSync {
   void send(Packed& packed) const;
 
   const GroupPtr group_;
-  std::vector<std::vector<at::Tensor>> large_;  // by rank
+  std::vector<std::vector<Large>> large_;  // by rank
   std::vector<Packed> packed_;
 };
 

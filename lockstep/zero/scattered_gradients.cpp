@@ -33,6 +33,7 @@ ScatteredGradients::ScatteredGradients(std::vector<Cut> cuts, std::vector<int64_
       held.parameter = member.parameter;
       held.name = member.name;
       held.bucket = i;
+      held.memory_order = memory_order_of(member.parameter);
     }
     for (const auto& piece : layout.pieces_of(rank)) {
       auto& held = held_[members[piece.index].index];
@@ -64,13 +65,16 @@ at::Tensor ScatteredGradients::part_of_slice(const Held& held) const {
   return part_of(slices_[held.bucket].gradients, held.in_slice);
 }
 
+at::Tensor ScatteredGradients::part_of_whole(const Held& held, const at::Tensor& whole) {
+  return part_of(flattened_like(whole, held.memory_order), held.in_parameter);
+}
+
 std::string ScatteredGradients::description_of(int64_t index) const {
   return str(who_, ": the gradient of parameter '", held_[index].name, "'");
 }
 
 at::Tensor ScatteredGradients::same_part_of(int64_t index, const at::Tensor& whole) const {
-  const auto& held = held_[index];
-  return part_of(flattened_like(whole, held.parameter), held.in_parameter);
+  return part_of_whole(held_[index], whole);
 }
 
 at::Tensor ScatteredGradients::part_of_gradient(int64_t index) {
@@ -103,7 +107,7 @@ void ScatteredGradients::forget_additions(int64_t index) {
 void ScatteredGradients::settle_added(Held& held) {
   if (!held.added.defined()) return;
   const at::NoGradGuard no_grad;
-  part_of_slice(held).add_(part_of(flattened_like(held.added, held.parameter), held.in_parameter));
+  part_of_slice(held).add_(part_of_whole(held, held.added));
   held.added.reset();
   held.has_settled_own = true;
 }
@@ -121,7 +125,7 @@ void ScatteredGradients::settle(Held& held) {
   TORCH_CHECK(other == nullptr && gradient.layout() == at::kStrided && gradient.sizes() == held.parameter.sizes(), who_,
               ": what was put in place of the gradient of parameter '", held.name, "' is no dense tensor of its sizes");
   const at::NoGradGuard no_grad;
-  part_of_slice(held).copy_(part_of(flattened_like(gradient, held.parameter), held.in_parameter));
+  part_of_slice(held).copy_(part_of_whole(held, gradient));
   held.added.reset();
   held.has_settled_own = true;
   has_taken_whole_ = true;

@@ -80,6 +80,8 @@ class ScatteredGradients final : public GradientScatter,
     std::size_t bucket = 0;
     ElementRange in_slice = {};
     ElementRange in_parameter = {};
+    /// The order in which in_parameter counts; the parameter itself may have got another one.
+    std::vector<int64_t> memory_order = {};
     at::Tensor stand_in = {};
     /// What backwards that were not averaged have added since the stand-in is in .grad.
     at::Tensor added = {};
@@ -91,6 +93,7 @@ class ScatteredGradients final : public GradientScatter,
   bool is_in_place(const Held& held) const;
   void make_stand_in(Held& held, int64_t index);
   at::Tensor part_of_slice(const Held& held) const;
+  static at::Tensor part_of_whole(const Held& held, const at::Tensor& whole);
   void settle_added(Held& held);
   void settle(Held& held);
   void forget(Held& held);

@@ -28,6 +28,26 @@ LOCKSTEP_THREAD_TEST(DdpCommHook, ReplacesDivisionAndReduction, 2) {
   }
 }
 
+// A parameter that lies otherwise since the bucket was made, as after to(channels_last): its gradient does not.
+LOCKSTEP_THREAD_TEST(DdpCommHook, SeesGradientsAsTheBucketHoldsThem, 2) {
+  auto model = mlp({4, 3});
+  DistributedDataParallel ddp(model, world.group());
+  auto& weight = model->layers[0]->weight;
+  const auto factor = at::arange(12, at::kFloat).view({3, 4});
+  ddp.register_comm_hook([&](GradBucket& bucket) {
+    for (auto& gradient : bucket.gradients()) {
+      if (gradient.dim() == 2) gradient.mul_(factor);
+    }
+    return completed_future(bucket.buffer());
+  });
+  for (int step = 0; step < 3; ++step) {
+    if (step == 1) weight.set_data(weight.detach().t().contiguous().t());
+    zero_grads(ddp);
+    ddp(input_of(world)).sum().backward();
+    EXPECT_TRUE(at::equal(weight.grad(), factor * (world.rank() + 1))) << step;
+  }
+}
+
 struct Counter {
   int calls = 0;
   GroupPtr group;

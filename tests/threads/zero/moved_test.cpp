@@ -3,6 +3,7 @@
 
 #include <sstream>
 
+#include "lockstep/optim/clip_grad.h"
 #include "tests/support/zero_overlap_fixtures.h"
 
 namespace lockstep::moved_test {
@@ -112,12 +113,77 @@ TEST(ZeroMoved, StateIsLoadedForParametersThatLieOtherwise) {
       {1}, {"threads"});
 }
 
+/// The same values in another order in memory, as to(channels_last) leaves them.
+void lay_otherwise(const std::vector<at::Tensor>& parameters) {
+  for (auto parameter : parameters) {
+    if (parameter.dim() > 1) parameter.set_data(parameter.detach().t().contiguous().t());
+  }
+}
+
+// (Z-1): between backward and step, where what is put in the place of a slice is counted in the parameter's order
+TEST(ZeroMoved, ParametersMayLieOtherwiseWhileGradientsAreDivided) {
+  enum class Way { kAdded, kReplaced, kPenalty };
+  on_ranks(
+      [](const World& world) {
+        for (const auto way : {Way::kAdded, Way::kReplaced, Way::kPenalty}) {
+          const auto train = [&](auto& ddp, torch::optim::Optimizer& optimizer, const auto& clip) {
+            for (int step = 0; step < 4; ++step) {
+              optimizer.zero_grad();
+              loss_of(ddp, world, step).backward();
+              if (step % 2 == 1) lay_otherwise(ddp.parameters());
+              for (auto& parameter : ddp.parameters()) {
+                const auto whole = at::arange(parameter.numel(), at::kFloat).view(parameter.sizes()) / 50;
+                if (way == Way::kAdded) parameter.mutable_grad().add_(whole);
+                if (way == Way::kReplaced) parameter.mutable_grad() = whole;
+                if (way == Way::kPenalty) (parameter.pow(2) * whole).sum().backward();
+              }
+              clip();
+              optimizer.step();
+            }
+          };
+          const Warnings quiet;
+          DistributedDataParallel plain_ddp(mlp(kSizes), world.group());
+          AdamW plain(plain_ddp.parameters(), adamw());
+          train(plain_ddp, plain, [&] { clip_grad_norm_(plain_ddp.parameters(), 3); });
+          DistributedDataParallel ddp(mlp(kSizes), world.group());
+          Zero zero(ddp.parameters(), adamw(), {.stage = ZeroStage::kGradients, .ddp = ddp});
+          train(ddp, zero, [&] { clip_grad_norm_(zero, 3); });
+          expect_same(ddp.parameters(), plain_ddp.parameters(), std::to_string(static_cast<int>(way)), {1e-5});
+        }
+      },
+      {1, 2, 3}, {"threads"});
+}
+
+// (Z-1): each parameter is sent in one order, however it lies on this rank and on that
+TEST(ZeroMoved, LargeParametersMayLieOtherwiseOnSomeRanks) {
+  on_ranks(
+      [](const World& world) {
+        const auto parameters = zero_fixtures::parameters_of({{500, 300}, {7, 5}, {300, 500}, {5}});
+        const auto expected = copies_of(parameters);
+        Zero zero(parameters, adamw(), world.group());
+        AdamW plain(expected, adamw());
+        for (int step = 0; step < 4; ++step) {
+          if (step == world.rank() + 1) lay_otherwise(parameters);
+          // With gaps.
+          if (step == 3)
+            parameters[0].set_data(at::stack({parameters[0].detach(), parameters[0].detach()}, -1).select(-1, 0));
+          set_gradients(parameters, step);
+          set_gradients(expected, step);
+          zero.step();
+          plain.step();
+          expect_same(parameters, expected, std::to_string(step), {1e-6});
+        }
+      },
+      {1, 2, 3}, {"threads", "gloo"});
+}
+
 // Z-1: where the step is part of backward
 TEST(ZeroMoved, ParametersAreTakenBackInBackward) {
   using namespace zero_overlap_fixtures;
   on_ranks(
       [](const World& world) {
-        for (int way = 0; way < 3; ++way) {
+        // The first backward sets the optimizer up.
+        for (const auto& [way, moved_at] : {std::pair(0, 2), {1, 2}, {2, 2}, {2, 0}}) {
           auto model = mlp(kSizes);
           DistributedDataParallel ddp(model, world.group(), {.find_unused_parameters = true});
           zero_overlap_fixtures::Zero zero(ddp.parameters(), sgd(), overlapped(world.group()));
@@ -127,7 +193,7 @@ TEST(ZeroMoved, ParametersAreTakenBackInBackward) {
           SGD plain(plain_ddp.parameters(), sgd());
           const Warnings quiet;
           for (int step = 0; step < 5; ++step) {
-            if (step == 2) {
+            if (step == moved_at) {
               move(model, way);
               move(plain_model, way);
             }
