@@ -64,9 +64,8 @@ void ZeroOptimizer::consolidate_state_dict(int to) {
 
 void ZeroOptimizer::prepare_for_state(const char* what) {
   sharding_->check_has_state(what);
-  notice_new_groups();
   // State is counted by the elements' order in memory, so parameters must lie as they did.
-  refuse_aloud([&] { notice_moved_parameters(); });
+  notice_changes();
   sharding_->take_options();
 }
 

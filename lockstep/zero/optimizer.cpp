@@ -215,13 +215,17 @@ void ZeroOptimizer::notice_moved_parameters() {
   if (has_moved) detail::take_back_moved(buffers, parameter_groups(), who());
 }
 
-void ZeroOptimizer::prepare_step() {
-  refuse_aloud([&] { notice_new_groups(); });
-  if (options_.check_same_on_all_ranks || c10d::debug_level() != c10d::DebugLevel::Off) check_same_on_all_ranks();
+void ZeroOptimizer::notice_changes() {
   refuse_aloud([&] {
-    notice_trainability();
+    notice_new_groups();
     notice_moved_parameters();
   });
+}
+
+void ZeroOptimizer::prepare_step() {
+  notice_changes();
+  if (options_.check_same_on_all_ranks || c10d::debug_level() != c10d::DebugLevel::Off) check_same_on_all_ranks();
+  refuse_aloud([&] { notice_trainability(); });
   compare_once();
 }
 

@@ -146,6 +146,8 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Sh
   void notice_trainability();
   /// Parameters that torch::load(), to() or set_data() took out of the buffers they lie in are taken back.
   void notice_moved_parameters();
+  /// What programs may have done since the last step to groups and to the parameters' memory.
+  void notice_changes();
   void check_parameters(const std::vector<std::vector<at::Tensor>>& groups) const;
   void prepare_step();
   /// Brings options and groups up to date; throws if `what`, which reads or replaces state, is not possible yet.

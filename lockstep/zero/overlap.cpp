@@ -84,15 +84,15 @@ void ZeroOverlap::on_bucket(const GradBucket& bucket, const FuturePtr& future, O
   TORCH_CHECK(is_attached_, who(), ": the hook that steps in this backward was not registered itself, but through ",
               "another one that did not pass on CommHook::on_registered. Register it by register_comm_hook().");
   const auto& reducer = *engine->reducer();
-  TORCH_CHECK(!bucket.buffer().is_sparse() && !bucket.sparse_rows(), who(), ": bucket ", bucket.index(),
-              " holds a sparse gradient. overlap_with_ddp steps dense ones only.");
   const auto index = bucket.index();
   // What a backward that failed has left.
   if (index == 0) info_.clear_per_iter_info();
   if (index == 0 && (!reducer.is_static_graph() || !has_reduced_once_)) used_.clear();
-  set_up(reducer, bucket);
+  zero_->refuse_aloud([&] {
+    set_up(reducer, bucket);
+    if (info_.status == OverlapStatus::kInitialized) check_bucket(bucket);
+  });
   if (info_.status != OverlapStatus::kInitialized) return;
-  check_bucket(bucket);
   if (index == 0) begin_backward();
   info_.bucket_indices_seen.push_back(index);
   if (info_.offsets.contains(index)) {
@@ -127,12 +127,7 @@ void ZeroOverlap::check_bucket(const GradBucket& bucket) const {
 }
 
 void ZeroOverlap::begin_backward() {
-  zero_->refuse_aloud([&] {
-    zero_->notice_new_groups();
-    zero_->notice_trainability();
-    zero_->notice_moved_parameters();
-  });
-  zero_->compare_once();
+  zero_->prepare_step();
   // As schedulers have left them.
   local_->set_options(zero_->param_groups()[0].options());
   ddp()->join_progress().add_step(zero_->learning_rates());
@@ -188,6 +183,8 @@ std::vector<const FlatShard*> ZeroOverlap::flat_buffers() const {
 // ---- setting up ----
 
 void ZeroOverlap::set_up(const Reducer& reducer, const GradBucket& bucket) {
+  TORCH_CHECK(!bucket.buffer().is_sparse() && !bucket.sparse_rows(), who(), ": bucket ", bucket.index(),
+              " holds a sparse gradient. overlap_with_ddp steps dense ones only.");
   if (info_.status == OverlapStatus::kInitialized) return;
   const bool is_final = !reducer.should_rebuild_buckets();
   if (!was_final_at_start_) was_final_at_start_ = is_final;

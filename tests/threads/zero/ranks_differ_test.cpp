@@ -176,8 +176,19 @@ TEST(ZeroRanksDiffer, IsToldToAllIfOneRankThrows) {
           }
           expect_told([&] { clip_grad_norm_(zero, 1); }, "norm");
         }
+        {
+          // The step that is part of backward is set up in the first one.
+          using namespace zero_overlap_fixtures;
+          const auto group = spare();
+          DistributedDataParallel ddp(mlp(kEqualLayers), group, {.find_unused_parameters = true});
+          zero_overlap_fixtures::Zero zero(ddp.parameters(), sgd(), overlapped(group));
+          ddp.register_comm_hook(hook_of(Form::kAfterLast, ddp, zero));
+          if (is_odd) static_cast<torch::optim::Optimizer&>(zero).add_param_group({{at::ones({2}).requires_grad_()}});
+          expect_told([&] { train_once(ddp, world, 0); }, "parameter groups were changed");
+          if (is_odd) EXPECT_NE(zero.overlap_info().status, OverlapStatus::kInitialized);
+        }
       },
-      {2, 3}, {"threads", "shm"});
+      {2, 3}, {"threads", "shm", "gloo"});
 }
 
 // Z-5: what all do wrong leaves the group as it was
