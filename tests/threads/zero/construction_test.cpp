@@ -406,5 +406,74 @@ TEST(ZeroConstruction, TellsDevicesApartForBucketViewsOnly) {
       {2});
 }
 
+/// SGD that cannot be made for long parameters while this rank says so.
+struct Failing : torch::optim::SGD {
+  using Options = torch::optim::SGDOptions;
+  static constexpr bool kIsElementwise = true;
+  static inline thread_local bool is_failing = false;
+  explicit Failing(const std::vector<OptimizerParamGroup>& groups, Options options) : SGD(groups, options) {
+    for (const auto& group : param_groups()) {
+      for (const auto& parameter : group.params()) {
+        TORCH_CHECK(!is_failing || parameter.dim() > 1 || parameter.numel() < 10, "cannot be made just now");
+      }
+    }
+  }
+};
+
+// A constructor that fails after DDP's backwards were told to give their gradients to it: they are whole again.
+TEST(ZeroConstruction, LeavesDdpAsItWasIfItFailsLate) {
+  using namespace ddp_models;
+  on_ranks(
+      [](const World& world) {
+        DistributedDataParallel ddp(mlp({6, 8, 3}), world.group());
+        DistributedDataParallel expected_ddp(mlp({6, 8, 3}), world.group());
+        const auto made = [&] {
+          return std::make_unique<ZeroRedundancyOptimizer<Failing>>(
+              ddp.parameters(), torch::optim::SGDOptions(0.1), ZeroOptions{.stage = ZeroStage::kGradients, .ddp = ddp});
+        };
+        Failing::is_failing = true;
+        expect_error([&] { made(); }, {"cannot be made just now"});
+        Failing::is_failing = false;
+        for (int step = 0; step < 2; ++step) {
+          zero_grads(ddp);
+          zero_grads(expected_ddp);
+          zero_fixtures::loss_of(ddp, world, step).backward();
+          zero_fixtures::loss_of(expected_ddp, world, step).backward();
+          expect_close(gradients_of(ddp), gradients_of(expected_ddp));
+        }
+        // And another one may have them.
+        zero_grads(ddp);
+        const auto optimizer = made();
+        zero_fixtures::loss_of(ddp, world, 2).backward();
+        EXPECT_FALSE(ddp.parameters()[0].grad().has_storage());
+      },
+      {1, 2}, {"threads"});
+}
+
+// A change of what is trainable that could not be taken in is tried again by the next step.
+TEST(ZeroConstruction, TakesInTrainabilityThoughItFailedOnce) {
+  on_ranks(
+      [](const World& world) {
+        const ddp_models::Warnings quiet;
+        auto parameters = parameters_of({{7, 5}, {30}, {3, 4}});
+        auto expected = copies_of(parameters);
+        parameters[1].requires_grad_(false);
+        expected[1].requires_grad_(false);
+        ZeroRedundancyOptimizer<Failing> optimizer(
+            parameters, torch::optim::SGDOptions(0.1).momentum(0.9),
+            {.process_group = world.group(), .partition = ZeroPartition::kElements});
+        torch::optim::SGD plain(expected, torch::optim::SGDOptions(0.1).momentum(0.9));
+        expect_same_steps(optimizer, plain, parameters, expected, 1, "frozen");
+        parameters[1].requires_grad_(true);
+        expected[1].requires_grad_(true);
+        set_gradients(parameters, 5);
+        Failing::is_failing = true;
+        expect_error([&] { optimizer.step(); }, {"cannot be made just now"});
+        Failing::is_failing = false;
+        expect_same_steps(optimizer, plain, parameters, expected, 3, "trainable");
+      },
+      {1, 2, 3}, {"threads"});
+}
+
 }  // namespace
 }  // namespace lockstep::construction_test
