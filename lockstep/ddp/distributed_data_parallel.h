@@ -54,11 +54,11 @@ class DistributedDataParallel : public WrappedModule<M>, public DdpBase {
   /// A batch in parts along options.dim, one per device, and back; see scatter_gather.h.
   template <class Tree>
   std::vector<Tree> scatter(const Tree& inputs, const std::vector<c10::Device>& devices) const {
-    return lockstep::scatter(inputs, devices, options().dim);
+    return scatter_to_devices(inputs, devices, options().dim);
   }
   template <class Tree>
   Tree gather(const std::vector<Tree>& outputs, c10::Device output_device) const {
-    return lockstep::gather(outputs, output_device, options().dim);
+    return gather_from_devices(outputs, output_device, options().dim);
   }
 
   /// Wraps a copy of the module, which must be cloneable, with the same options. Collective. Hooks are not copied.

@@ -22,7 +22,7 @@ struct DdpOptions {
   std::optional<std::vector<c10::DeviceIndex>> device_ids = std::nullopt;
   /// Only recorded; device_ids[0] by default.
   std::optional<c10::DeviceIndex> output_device = std::nullopt;
-  /// The batch dim of scatter() and gather().
+  /// The batch dim of the wrapper's scatter() and gather().
   int64_t dim = 0;
   /// False: buffers are synced neither now nor before each forward. Deprecated: forward_sync_buffers rules the latter.
   std::optional<bool> broadcast_buffers = std::nullopt;

@@ -7,7 +7,7 @@
 namespace lockstep::detail {
 
 std::vector<at::Tensor> scatter_tensor(const at::Tensor& tensor, const std::vector<c10::Device>& devices, int64_t dim) {
-  TORCH_CHECK(!devices.empty(), "[lockstep/ddp] scatter needs at least one device");
+  TORCH_CHECK(!devices.empty(), "[lockstep/ddp] scatter_to_devices needs at least one device");
   TORCH_CHECK(tensor.dim() > 0, "[lockstep/ddp] a tensor without dims cannot be scattered along dim ", dim);
   auto chunks = tensor.chunk(static_cast<int64_t>(devices.size()), dim);
   for (std::size_t i = 0; i < chunks.size(); ++i) chunks[i] = chunks[i].to(devices[i], /*non_blocking=*/true);

@@ -1,5 +1,6 @@
 // Divides what a module takes among devices along the batch dim, and puts what it returns together again: Python's
-// scatter() and gather(). For any type visit_tensors() knows; what is no tensor is copied into every part.
+// scatter() and gather(), which are the collectives' names here. For any type visit_tensors() knows; what is no tensor is copied
+// into every part.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -33,7 +34,7 @@ void check_same_structure(std::size_t part, std::size_t tensors, std::size_t exp
 
 /// `tree` in as many parts as its tensors have chunks along `dim`, at most one per device. Differentiable.
 template <class Tree>
-std::vector<Tree> scatter(const Tree& tree, const std::vector<c10::Device>& devices, int64_t dim = 0) {
+std::vector<Tree> scatter_to_devices(const Tree& tree, const std::vector<c10::Device>& devices, int64_t dim = 0) {
   Tree whole = tree;
   std::vector<std::vector<at::Tensor>> chunks;
   std::size_t parts = devices.size();
@@ -52,7 +53,7 @@ std::vector<Tree> scatter(const Tree& tree, const std::vector<c10::Device>& devi
 /// The parts as one, on `device`; what is no tensor is the first part's. Differentiable. Refuses an empty list and
 /// parts of different structure.
 template <class Tree>
-Tree gather(const std::vector<Tree>& parts, c10::Device device, int64_t dim = 0) {
+Tree gather_from_devices(const std::vector<Tree>& parts, c10::Device device, int64_t dim = 0) {
   TORCH_CHECK(!parts.empty(), "[lockstep/ddp] there is nothing to gather: the list is empty");
   auto copies = parts;
   std::vector<std::vector<at::Tensor*>> tensors;
