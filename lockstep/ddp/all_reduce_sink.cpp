@@ -26,6 +26,14 @@ bool has_arrived(const Bucket::Progress& progress) {
 
 }  // namespace
 
+void AllReduceSink::set_hook(CommHook hook) {
+  TORCH_CHECK(hook.run, setup_.who(), ": register_comm_hook was given no hook");
+  TORCH_CHECK(hook_slot_taken_by_.empty(), setup_.who(), ": a comm hook cannot be registered: ", hook_slot_taken_by_);
+  TORCH_CHECK(!hook_, setup_.who(), ": a comm hook is registered already: '", hook_name(), "'. There can be one.");
+  if (hook.check) hook.check(setup_.group, setup_.parameters[0].device());
+  hook_ = std::move(hook);
+}
+
 const std::string& AllReduceSink::hook_name() const {
   static const std::string none = "none";
   return hook_ ? hook_->name : none;

@@ -28,7 +28,11 @@ class AllReduceSink final : public GradientSink {
   /// `setup` outlives it.
   explicit AllReduceSink(const ReducerSetup& setup) : setup_(setup) {}
 
-  void set_hook(CommHook hook) { hook_ = std::move(hook); }
+  /// Refuses a second one, or any if the slot is taken.
+  void set_hook(CommHook hook);
+  /// Somebody else has taken the hook's place; hooks are refused with this reason. Empty: nobody has.
+  void reserve_hook_slot(std::string reason) { hook_slot_taken_by_ = std::move(reason); }
+  const std::string& hook_slot_taken_by() const { return hook_slot_taken_by_; }
   bool has_hook() const { return hook_.has_value(); }
   const std::string& hook_name() const;
   /// The hook, or the plain sum.
@@ -61,6 +65,7 @@ class AllReduceSink final : public GradientSink {
 
   const ReducerSetup& setup_;
   std::optional<CommHook> hook_;
+  std::string hook_slot_taken_by_;
   GradientConsumer consumer_;
   std::size_t next_to_consume_ = 0;
 };

@@ -91,7 +91,7 @@ JoinTally DdpEngine::begin_join_iteration(bool is_synced) {
   JoinTally tally;
   if (reducer_) {
     const bool is_mirrored = is_joining() && !joinable_->join_config().throw_on_early_termination;
-    reducer_->set_warns_of_added_gradients(is_mirrored && group_->getSize() > 1);
+    reducer_->watch_added_gradients(is_mirrored && group_->getSize() > 1);
   }
   if (is_joining()) {
     const JoinVote vote{.will_reduce = is_synced};

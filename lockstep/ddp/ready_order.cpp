@@ -4,6 +4,15 @@
 
 namespace lockstep::detail {
 
+void ReadyOrder::set_used() {
+  use_ = Use::kDone;
+  clear();
+}
+
+void ReadyOrder::want_again() {
+  if (use_ == Use::kDone) use_ = Use::kToCome;
+}
+
 void ReadyOrder::add(std::size_t parameter) {
   if (is_in_[parameter]) return;
   is_in_[parameter] = true;

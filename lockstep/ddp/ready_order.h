@@ -10,6 +10,15 @@ class ReadyOrder {
  public:
   explicit ReadyOrder(std::size_t parameters) : is_in_(parameters) {}
 
+  /// Buckets are a guess until they are laid out by it.
+  bool is_wanted() const { return use_ == Use::kToCome; }
+  /// Buckets are laid out by it, or by another that is as good. Forgets it.
+  void set_used();
+  /// Buckets are given: it is never wanted.
+  void set_unwanted() { use_ = Use::kNone; }
+  /// Other ranks may see another order.
+  void want_again();
+
   bool is_empty() const { return order_.empty(); }
   void add(std::size_t parameter);
   /// For a rank without inputs, whose order nobody asks for: that of registration.
@@ -19,6 +28,9 @@ class ReadyOrder {
   void clear();
 
  private:
+  enum class Use { kToCome, kDone, kNone };
+
+  Use use_ = Use::kToCome;
   std::vector<std::size_t> order_;
   std::vector<bool> is_in_;  // by parameter
 };

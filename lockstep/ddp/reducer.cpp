@@ -13,7 +13,6 @@
 #include "lockstep/base/env.h"
 #include "lockstep/base/observer.h"
 #include "lockstep/base/str.h"
-#include "lockstep/comm/agreement.h"
 #include "lockstep/comm/call_label.h"
 #include "lockstep/comm/objects.h"
 
@@ -38,12 +37,6 @@ bool is_partial_backward() {
   return nodes != nullptr && !nodes->empty();
 }
 
-std::unordered_set<const c10::TensorImpl*> impls_of(const std::vector<at::Tensor>& tensors) {
-  std::unordered_set<const c10::TensorImpl*> impls;
-  for (const auto& tensor : tensors) impls.insert(tensor.unsafeGetTensorImpl());
-  return impls;
-}
-
 }  // namespace
 
 Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<ParameterInfo> infos, GroupPtr group,
@@ -51,9 +44,8 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<ParameterInfo> 
     : setup_{.parameters = std::move(parameters), .options = options, .group = std::move(group)},
       averages_(setup_),
       intake_(setup_),
-      managed_(impls_of(setup_.parameters)),
       times_(setup_.parameters.at(0).device()),
-      unused_(setup_.parameters.size(), setup_.parameters[0].device()),
+      unused_(setup_),
       static_graph_(setup_.parameters.size(), options.static_graph),
       order_(setup_.parameters.size()) {
   TORCH_INTERNAL_ASSERT(infos.size() == setup_.parameters.size(), infos.size(), " names for ", setup_.parameters.size(),
@@ -61,7 +53,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<ParameterInfo> 
   record_.ready_times_ns.assign(setup_.parameters.size(), -1);
   if (options.plan) {
     setup_.plan = *options.plan;
-    plan_origin_ = PlanOrigin::kGiven;
+    order_.set_unwanted();
   } else {
     setup_.plan = first_plan(std::move(infos), options.caps, !searches_unused());
   }
@@ -77,7 +69,7 @@ void Reducer::make_buckets() {
   for (std::size_t i = 0; i < setup_.plan.buckets().size(); ++i) {
     buckets_.emplace_back(i, setup_.plan, setup_.parameters, setup_.options.reduce_dtype);
     buckets_.back().progress.gradients_missing = buckets_.back().size();
-    sink_->set_up(buckets_.back());
+    sink().set_up(buckets_.back());
   }
 }
 
@@ -96,18 +88,8 @@ void Reducer::prepare_for_forward() {
   times_.record(Mark::kForwardStart);
 }
 
-void Reducer::compare_failures() {
-  if (launched_by_failed_step_ == 0) return;
-  if (setup_.group->getSize() > 1) {
-    const LabelScope label({"DDP after a backward that failed"});
-    check_same_on_all_ranks("DistributedDataParallel's backward that failed",
-                            Facts{{"buckets it had launched", std::to_string(launched_by_failed_step_)}}, setup_.group);
-  }
-  launched_by_failed_step_ = 0;
-}
-
 void Reducer::arm() {
-  compare_failures();
+  failed_.compare(setup_);
   // What was asked of the next reduction may have been asked before.
   step_ = Step{.is_armed = true,
                .is_ready = std::vector<bool>(setup_.parameters.size()),
@@ -117,7 +99,7 @@ void Reducer::arm() {
                .installed_futures = std::move(step_.installed_futures)};
   record_.buckets_reduced = 0;
   static_graph_.begin_backward();
-  sink_->begin_backward();
+  sink().begin_backward();
   for (auto& bucket : buckets_) bucket.progress = {.gradients_missing = bucket.size()};
   times_.record(Mark::kBackwardComputeStart);
 }
@@ -125,38 +107,13 @@ void Reducer::arm() {
 void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, const detail::PassPtr& pass) {
   const std::lock_guard lock(mutex_);
   check_prior_reduction_finished();
-  ++iterations_;
+  ++record_.iteration;
   arm();
   step_.is_visible = pass->is_visible;
   add_open(pass);
   if (!searches_unused()) return;
   unused_.search(outputs, hooks_.index_of_accumulator());
   pass->unused = unused_.of_step;
-  compare_skipped();
-  if (unused_.of_step.empty() && !has_warned_of_needless_search_) {
-    has_warned_of_needless_search_ = true;
-    TORCH_WARN(setup_.who(), ": find_unused_parameters is on, but the forward pass used every parameter. The search ",
-               "costs a walk over the graph in every step; turn it off if no step leaves parameters out.");
-  }
-  if (c10d::debug_level() == c10d::DebugLevel::Detail && !unused_.of_step.empty()) {
-    LOG(INFO) << setup_.who() << ": unused parameters in this step: " << setup_.names_of(unused_.of_step);
-  }
-}
-
-void Reducer::compare_skipped() {
-  if (!setup_.options.skip_all_reduce_unused_params || setup_.group->getSize() == 1) return;
-  const bool is_debugging = c10d::debug_level() != c10d::DebugLevel::Off;
-  if (iterations_ == 1 || is_debugging) {
-    const LabelScope label({"DDP's skipped parameters"});
-    check_same_on_all_ranks(
-        "what skip_all_reduce_unused_params leaves out",
-        Facts{{"unused parameters", str(setup_.names_of(unused_.of_step), " (", join(unused_.of_step, ", "), ")")}},
-        setup_.group);
-  } else if (!unused_.is_same_in_all_steps && !std::exchange(has_warned_of_changed_skips_, true)) {
-    TORCH_WARN(setup_.who(), ": skip_all_reduce_unused_params is on, and the set of unused parameters has changed. If ",
-               "it does not change alike on all ranks, they wait for each other, or sum what does not belong ",
-               "together. TORCH_DISTRIBUTED_DEBUG=INFO compares the sets in every step.");
-  }
 }
 
 void Reducer::expect_local_backward(const detail::PassPtr& pass) {
@@ -202,7 +159,7 @@ void Reducer::take(std::size_t index) {
     return static_graph_.count(index);
   }
   if (!step_.has_begun) {
-    warn_if_added(index);
+    added_.look_at(index, setup_);
     record_.ready_order.clear();  // the last backward's
   }
   if (!std::exchange(step_.has_marked_unused, true)) {
@@ -235,34 +192,6 @@ void Reducer::forget_abandoned_marks() {
   }
 }
 
-void Reducer::warn_if_added(std::size_t index) {
-  if (averages_left_.empty()) return;
-  const auto& before = averages_left_[index];
-  const auto& gradient = setup_.parameters[index].grad();
-  // Adding counts one version more; whoever zeroes or replaces a gradient first leaves other traces.
-  const bool is_added = gradient.defined() && gradient.unsafeGetTensorImpl() == before.gradient &&
-                        gradient._version() == before.version + 1;
-  if (!is_added) return;
-  has_warned_of_added_gradients_ = true;
-  warns_of_added_gradients_ = false;
-  averages_left_.clear();
-  TORCH_WARN(
-      setup_.who(), ": in a Join scope the gradient of parameter '", setup_.name_of(index), "' was added to an ",
-      "average that was not zeroed. Ranks that have run out of inputs add nothing to it, so the earlier average ",
-      "is divided once more, as in Python: its part of the step becomes smaller. Zero gradients after each ",
-      "averaged backward, and accumulate under no_sync().");
-}
-
-void Reducer::note_averages() {
-  averages_left_.clear();
-  if (!warns_of_added_gradients_) return;
-  for (const auto& parameter : setup_.parameters) {
-    const auto& gradient = parameter.grad();
-    const bool has_version = gradient.defined() && gradient.layout() == at::kStrided && gradient.has_storage();
-    averages_left_.push_back(has_version ? Average{gradient.unsafeGetTensorImpl(), gradient._version()} : Average{});
-  }
-}
-
 void Reducer::check_not_ready_twice(std::size_t index) {
   if (!step_.is_ready[index]) return;
   setup_.fail(str(setup_.who(), ": gradient of parameter ", index, " '", setup_.name_of(index),
@@ -279,11 +208,11 @@ void Reducer::begin_reduction() {
   if (step_.has_begun) return;
   or_give_up([&] {
     step_.divisor = step_.divisor_source ? step_.divisor_source() : static_cast<double>(setup_.group->getSize());
-    if (on_begin_) on_begin_();
+    if (setup_.listeners.begin) setup_.listeners.begin();
   });
   step_.has_begun = true;
-  step_.terms.scale = sink_->scale(step_.divisor);
-  step_.terms.is_identity = sink_->is_identity(step_.divisor);
+  step_.terms.scale = sink().scale(step_.divisor);
+  step_.terms.is_identity = sink().is_identity(step_.divisor);
 }
 
 void Reducer::mark_ready(std::size_t index) {
@@ -295,18 +224,18 @@ void Reducer::mark_ready(std::size_t index) {
   const auto place = setup_.plan.place_of(index);
   auto& bucket = buckets_[place.bucket];
   attach_buffer(bucket);
-  intake_.take(bucket, place.index, step_.terms, *sink_);
+  intake_.take(bucket, place.index, step_.terms, sink());
   const bool is_full = --bucket.progress.gradients_missing == 0;
   if (is_full) launch_ready_buckets();
   if (averages_.has_consumer() && !c10::GradMode::is_enabled()) {
-    or_give_up([&] { sink_->use_arrived(buckets_, step_.next_bucket, used_map()); });
+    or_give_up([&] { sink().use_arrived(buckets_, step_.next_bucket, used_map()); });
   }
   if (is_full && step_.next_bucket == buckets_.size()) queue_finish();
 }
 
 void Reducer::attach_buffer(detail::Bucket& bucket) {
   // To have one it may have to wait for a reduction, which may fail.
-  or_give_up([&] { sink_->attach_buffer(bucket); });
+  or_give_up([&] { sink().attach_buffer(bucket); });
 }
 
 void Reducer::queue_finish() {
@@ -348,7 +277,7 @@ void Reducer::launch(detail::Bucket& bucket) {
   ++record_.buckets_reduced;
   bucket.progress.is_launched = true;
   const LabelScope label({setup_.options.label, static_cast<int>(bucket.index())});
-  or_give_up([&] { sink_->launch(bucket); });
+  or_give_up([&] { sink().launch(bucket); });
 }
 
 // ---- the end of a backward ----
@@ -358,15 +287,15 @@ void Reducer::finish_backward() {
   TORCH_INTERNAL_ASSERT(step_.next_bucket == buckets_.size());
   or_give_up([&] {
     wait_for_all();
-    sink_->write(buckets_, used_map(), step_.terms);
+    sink().write(buckets_, used_map(), step_.terms);
     if (step_.is_mirrored && searches_unused() && !scatter_) write_kept_gradients();
     unused_.used.finish();
-    if (on_finish_) on_finish_();
+    if (setup_.listeners.finish) setup_.listeners.finish();
   });
   has_local_gradients_ = false;
   if (searches_unused()) unused_.used.clear();
   for (const auto& pass : step_.passes) pass->is_reduced = true;
-  note_averages();
+  added_.note_averages(setup_);
   end_step();
   times_.record(Mark::kBackwardCommEnd);
 }
@@ -387,7 +316,7 @@ void Reducer::write_kept_gradients() {
 
 void Reducer::wait_for_all() {
   for (auto& bucket : buckets_) {
-    if (!bucket.progress.is_skipped) sink_->wait_for(bucket);
+    if (!bucket.progress.is_skipped) sink().wait_for(bucket);
   }
   for (const auto& future : step_.installed_futures) {
     future->wait();
@@ -403,18 +332,19 @@ void Reducer::or_give_up(const Action& action) {
   } catch (const std::exception& error) {
     give_up();
     const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
-    if (setup_.on_error) setup_.on_error(torch_error != nullptr ? torch_error->what_without_backtrace() : error.what());
+    const auto& tell = setup_.listeners.error;
+    if (tell) tell(torch_error != nullptr ? torch_error->what_without_backtrace() : error.what());
     throw;
   }
 }
 
 void Reducer::give_up() {
   if (step_.has_begun) {
-    launched_by_failed_step_ = static_cast<std::size_t>(std::count_if(
-        buckets_.begin(), buckets_.end(), [](const auto& bucket) { return bucket.progress.is_launched; }));
-    sink_->give_up(buckets_, step_.terms);
+    const auto launched =
+        std::count_if(buckets_.begin(), buckets_.end(), [](const auto& bucket) { return bucket.progress.is_launched; });
+    failed_.note(static_cast<std::size_t>(launched), averages_.has_consumer());
+    sink().give_up(buckets_, step_.terms);
     if (searches_unused() || static_graph_.shares_marks_now()) unused_.used.give_up();
-    is_stepped_in_part_ = averages_.has_consumer();
   }
   static_graph_.give_up();
   end_step();
@@ -442,7 +372,7 @@ void Reducer::reduce_counted(const Run& run) {
   times_.record(Mark::kBackwardComputeEnd);
   for (auto& bucket : buckets_) {
     attach_buffer(bucket);
-    for (std::size_t place = 0; place < bucket.size(); ++place) intake_.take(bucket, place, step_.terms, *sink_);
+    for (std::size_t place = 0; place < bucket.size(); ++place) intake_.take(bucket, place, step_.terms, sink());
     bucket.progress.gradients_missing = 0;
     launch_ready_buckets();
   }
@@ -470,7 +400,7 @@ void Reducer::mirror_backward() {
   const std::lock_guard lock(mutex_);
   check_prior_reduction_finished();
   const at::NoGradGuard no_grad;
-  ++iterations_;
+  ++record_.iteration;
   arm();
   step_.is_mirrored = true;
   step_.terms.access = detail::GradientAccess::of_current_backward();
@@ -480,8 +410,8 @@ void Reducer::mirror_backward() {
   if (searches_unused() && !gives_leftovers) unused_.used.clear();
   for (auto& bucket : buckets_) {
     attach_buffer(bucket);
-    gives_leftovers ? intake_.take_leftovers(bucket, step_.terms, *sink_)
-                    : intake_.take_zeros(bucket, step_.terms, *sink_);
+    gives_leftovers ? intake_.take_leftovers(bucket, step_.terms, sink())
+                    : intake_.take_zeros(bucket, step_.terms, sink());
     bucket.progress.gradients_missing = 0;
     launch_ready_buckets();
   }
@@ -499,11 +429,7 @@ void Reducer::check_finalized() {
 }
 
 void Reducer::check_prior_reduction_finished() {
-  if (is_stepped_in_part_) {
-    setup_.fail(str(setup_.who(), ": an earlier backward failed after optimizers in backward may have stepped some ",
-                    "parameters, on some ranks more than on others. Wrap the module again, which makes all ranks' ",
-                    "parameters the same."));
-  }
+  failed_.check_not_stepped(setup_);
   forget_failed_run();
   if (!step_.has_begun) return;
   std::vector<std::size_t> missing;
@@ -540,7 +466,7 @@ void Reducer::check_prior_reduction_finished() {
 void Reducer::reset_state() {
   const std::lock_guard lock(mutex_);
   give_up();
-  launched_by_failed_step_ = 0;
+  failed_.forget_launched();
   // Nobody will finish these; the group they were made on may be gone.
   unused_.used.give_up();
   if (static_graph_.is_on()) unused_.of_step.clear();  // a search replaces them
@@ -550,11 +476,11 @@ void Reducer::reset_state() {
 }
 
 void Reducer::update_process_group(GroupPtr group) {
-  TORCH_CHECK(!scatter_, setup_.who(), ": the group cannot be replaced: ", hook_slot_taken_by_);
+  TORCH_CHECK(!scatter_, setup_.who(), ": the group cannot be replaced: ", hook_slot_taken_by());
   reset_state();
   const std::lock_guard lock(mutex_);
   setup_.group = std::move(group);
-  if (plan_origin_ == PlanOrigin::kRebuilt) plan_origin_ = PlanOrigin::kGuessed;
+  order_.want_again();
   // In memory that the new group's ranks can reach.
   make_buckets();
 }
@@ -562,7 +488,7 @@ void Reducer::update_process_group(GroupPtr group) {
 // ---- buckets in the order gradients come ----
 
 bool Reducer::should_rebuild_buckets() const {
-  return plan_origin_ == PlanOrigin::kGuessed && !searches_unused();
+  return order_.is_wanted() && !searches_unused();
 }
 
 bool Reducer::rebuild_buckets() {
@@ -575,9 +501,8 @@ bool Reducer::rebuild_buckets() {
   const LabelScope label({"DDP's new buckets"});
   // As rank 0 saw it: gradients may come in another order elsewhere.
   setup_.plan = BucketPlan::load(broadcast_object(mine.save(), 0, setup_.group), setup_.plan.parameters());
-  plan_origin_ = PlanOrigin::kRebuilt;
+  order_.set_used();
   make_buckets();
-  order_.clear();
   if (c10d::debug_level() != c10d::DebugLevel::Off) {
     LOG(INFO) << setup_.who() << ": buckets were rebuilt:\n" << setup_.plan.to_string();
   }

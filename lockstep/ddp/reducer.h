@@ -16,13 +16,14 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <unordered_set>
 #include <vector>
 
+#include "lockstep/ddp/added_gradients.h"
 #include "lockstep/ddp/all_reduce_sink.h"
 #include "lockstep/ddp/bucket.h"
 #include "lockstep/ddp/bucket_plan.h"
 #include "lockstep/ddp/comm_hook.h"
+#include "lockstep/ddp/failed_step.h"
 #include "lockstep/ddp/forward_pass.h"
 #include "lockstep/ddp/gradient_intake.h"
 #include "lockstep/ddp/gradient_scatter.h"
@@ -43,6 +44,8 @@ struct StepRecord {
   /// When each gradient came, in nanoseconds since the end of forward; -1 if it never did.
   std::vector<int64_t> ready_times_ns = {};
   int64_t buckets_reduced = 0;
+  /// Which one it is, counted from 1, also if it was given up; 0 if there was none.
+  int64_t iteration = 0;
   std::vector<std::size_t> unused_parameters = {};
   /// The set of unused parameters has been the same in all steps.
   bool is_graph_static = true;
@@ -113,19 +116,16 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   /// One hook. Refuses a second one.
   void register_comm_hook(CommHook hook);
   /// The hook slot is taken by the wrapper itself; a user's hook is refused with this reason.
-  void reserve_hook_slot(std::string reason) { hook_slot_taken_by_ = std::move(reason); }
+  void reserve_hook_slot(std::string reason) { averages_.reserve_hook_slot(std::move(reason)); }
   /// By the wrapper or an optimizer; empty if by nobody.
-  const std::string& hook_slot_taken_by() const { return hook_slot_taken_by_; }
+  const std::string& hook_slot_taken_by() const { return averages_.hook_slot_taken_by(); }
   void set_consumer(GradientConsumer consumer);
-  /// Called when a reduction begins, before its first bucket is launched; may communicate, on all ranks alike.
+  /// See ReductionListeners.
   void set_begin_listener(std::function<void()> listener);
-  /// Whether to warn, once, of gradients that are added to averaged ones nobody zeroed: ranks that mirror the backward
-  /// cannot know of it.
-  void set_warns_of_added_gradients(bool warns);
-  /// Told when a backward's gradients are all written.
   void set_finish_listener(std::function<void()> listener);
-  /// Told every error before it is thrown.
   void set_error_listener(std::function<void(const std::string&)> listener);
+  /// Whether to warn of gradients that are added to averages.
+  void watch_added_gradients(bool is_watched);
   /// From the next backward on gradients go to what `make` makes, and are freed; buckets have buffers only while they
   /// need them. Buckets are laid out for good now: in reverse order of parameters, unless gradients have shown one.
   /// Takes the place of a comm hook. `reason` is what refusals name; nothing is changed by one.
@@ -144,7 +144,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   const std::vector<at::Tensor>& parameters() const { return setup_.parameters; }
   const GroupPtr& group() const { return setup_.group; }
   /// They were laid out by the order of gradients, or were given.
-  bool has_rebuilt_buckets() const { return plan_origin_ != PlanOrigin::kGuessed; }
+  bool has_rebuilt_buckets() const { return !order_.is_wanted(); }
   bool should_rebuild_buckets() const;
   bool is_static_graph() const { return static_graph_.is_on(); }
   /// Has counted, in a first backward, how often each gradient comes.
@@ -153,7 +153,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool is_armed() const;
   /// Armed, or a synced forward is still to have its backward.
   bool may_reduce() const;
-  int64_t iterations() const { return iterations_; }
+  int64_t iterations() const { return record_.iteration; }
   StepRecord last_step() const;
   const detail::StepTimes& times() const { return times_; }
   /// Bytes of the buffers that buckets share; 0 without a scatter.
@@ -170,7 +170,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
  private:
   using Mark = detail::StepTimes::Mark;
-  enum class PlanOrigin { kGuessed, kRebuilt, kGiven };
 
   /// Everything that belongs to one step. Replaced as a whole.
   struct Step {
@@ -189,12 +188,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     std::function<double()> divisor_source = nullptr;
     double divisor = 1;
     std::vector<FuturePtr> installed_futures = {};
-  };
-
-  /// A gradient by which it is known again.
-  struct Average {
-    const c10::TensorImpl* gradient = nullptr;
-    int64_t version = 0;
   };
 
   void set_comm_hook(CommHook hook);
@@ -228,12 +221,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void reduce_counted(const Run& run);
 
   // All with the lock held.
+  /// The one in use.
+  detail::GradientSink& sink() { return scatter_ ? static_cast<detail::GradientSink&>(*scatter_) : averages_; }
   void make_buckets();
   void arm();
-  /// Ranks that skip different buckets would wait for each other.
-  void compare_skipped();
-  /// Ranks of which some failed would sum buckets of different steps.
-  void compare_failures();
   /// A gradient that is to be reduced.
   void take(std::size_t index);
   void mark_used(std::size_t index);
@@ -244,8 +235,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   detail::UsedMap* used_map();
   void mark_ready(std::size_t index);
   void check_not_ready_twice(std::size_t index);
-  void warn_if_added(std::size_t index);
-  void note_averages();
   /// Marks of local backwards whose gradients the program has dropped since.
   void forget_abandoned_marks();
   void launch_ready_buckets();
@@ -265,36 +254,26 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   mutable std::mutex mutex_;  // guards all of the following: engine threads may race
   detail::ReducerSetup setup_;
-  PlanOrigin plan_origin_ = PlanOrigin::kGuessed;
   std::vector<detail::Bucket> buckets_;
   detail::AllReduceSink averages_;
-  std::unique_ptr<detail::ScatterSink> scatter_;
-  detail::GradientSink* sink_ = &averages_;  // the one in use
+  std::unique_ptr<detail::ScatterSink> scatter_;  // in place of the averages
   detail::GradientIntake intake_;
   detail::GradientHooks hooks_;
-  std::string hook_slot_taken_by_;
-  std::function<void()> on_begin_;
-  std::function<void()> on_finish_;
 
-  const std::unordered_set<const c10::TensorImpl*> managed_;
   Step step_;
   Run run_;
   std::vector<std::weak_ptr<detail::ForwardPass>> open_;  // passes that may still have their backward
-  std::size_t launched_by_failed_step_ = 0;
   StepRecord record_;
   detail::StepTimes times_;
+
+  // From step to step.
   detail::UnusedParameters unused_;
   detail::StaticGraph static_graph_;
-  std::vector<Average> averages_left_;  // by parameter, as the last backward left them, to warn of additions
-  bool warns_of_added_gradients_ = false;
-  bool has_warned_of_added_gradients_ = false;
   detail::ReadyOrder order_;
-  int64_t iterations_ = 0;
+  detail::AddedGradients added_;
+  detail::FailedStep failed_;
   bool has_local_gradients_ = false;  // since the last reduction
-  bool is_stepped_in_part_ = false;   // a step with optimizers in backward failed
   bool has_warned_of_local_backward_ = false;
-  bool has_warned_of_needless_search_ = false;
-  bool has_warned_of_changed_skips_ = false;
 };
 
 }  // namespace lockstep

@@ -132,7 +132,7 @@ bool Reducer::is_of_another_wrapper(std::size_t index) const {
   const auto* parameter = setup_.parameters[index].unsafeGetTensorImpl();
   return std::any_of(reached_reducers.reducers.begin(), reached_reducers.reducers.end(), [&](const auto& weak) {
     const auto reducer = weak.lock();
-    return reducer && reducer.get() != this && reducer->managed_.contains(parameter);
+    return reducer && reducer.get() != this && reducer->setup_.managed.contains(parameter);
   });
 }
 

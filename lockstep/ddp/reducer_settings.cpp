@@ -34,10 +34,10 @@ void Reducer::forget_divisor() {
 
 void Reducer::set_static_graph() {
   const std::lock_guard lock(mutex_);
-  TORCH_CHECK(iterations_ == 0, setup_.who(), ": static_graph must be set before the first step; ", iterations_,
+  TORCH_CHECK(iterations() == 0, setup_.who(), ": static_graph must be set before the first step; ", iterations(),
               " are over");
   static_graph_.turn_on();
-  if (plan_origin_ != PlanOrigin::kGuessed) return;
+  if (!order_.is_wanted()) return;
   // Its first backward reduces everything at its end anyway.
   setup_.plan = first_plan(setup_.plan.parameters(), setup_.options.caps, true);
   make_buckets();
@@ -45,9 +45,9 @@ void Reducer::set_static_graph() {
 
 BucketPlan Reducer::checked_plan(const BucketPlan& plan) const {
   const std::lock_guard lock(mutex_);
-  TORCH_CHECK(iterations_ == 0, setup_.who(), ": use_plan() must come before the first step; ", iterations_,
+  TORCH_CHECK(iterations() == 0, setup_.who(), ": use_plan() must come before the first step; ", iterations(),
               " are over");
-  TORCH_CHECK(!scatter_, setup_.who(), ": use_plan() comes too late: ", hook_slot_taken_by_,
+  TORCH_CHECK(!scatter_, setup_.who(), ": use_plan() comes too late: ", hook_slot_taken_by(),
               " by the buckets there are. Call it before the optimizer is made.");
   return BucketPlan::load(plan.save(), setup_.plan.parameters());
 }
@@ -55,7 +55,7 @@ BucketPlan Reducer::checked_plan(const BucketPlan& plan) const {
 void Reducer::use_plan(BucketPlan plan) {
   const std::lock_guard lock(mutex_);
   setup_.plan = std::move(plan);
-  plan_origin_ = PlanOrigin::kGiven;
+  order_.set_unwanted();
   make_buckets();
 }
 
@@ -68,12 +68,7 @@ void Reducer::register_comm_hook(CommHook hook) {
 
 void Reducer::set_comm_hook(CommHook hook) {
   const std::lock_guard lock(mutex_);
-  TORCH_CHECK(hook.run, setup_.who(), ": register_comm_hook was given no hook");
-  TORCH_CHECK(hook_slot_taken_by_.empty(), setup_.who(), ": a comm hook cannot be registered: ", hook_slot_taken_by_);
-  TORCH_CHECK(!has_comm_hook(), setup_.who(), ": a comm hook is registered already: '", comm_hook_name(),
-              "'. There can be one.");
   TORCH_CHECK(!step_.has_begun, setup_.who(), ": a comm hook cannot be registered while a backward is under way");
-  if (hook.check) hook.check(setup_.group, setup_.parameters[0].device());
   averages_.set_hook(std::move(hook));
 }
 
@@ -84,23 +79,22 @@ void Reducer::set_consumer(GradientConsumer consumer) {
 
 void Reducer::set_begin_listener(std::function<void()> listener) {
   const std::lock_guard lock(mutex_);
-  on_begin_ = std::move(listener);
-}
-
-void Reducer::set_warns_of_added_gradients(bool warns) {
-  const std::lock_guard lock(mutex_);
-  warns_of_added_gradients_ = warns && !has_warned_of_added_gradients_;
-  if (!warns) averages_left_.clear();
+  setup_.listeners.begin = std::move(listener);
 }
 
 void Reducer::set_finish_listener(std::function<void()> listener) {
   const std::lock_guard lock(mutex_);
-  on_finish_ = std::move(listener);
+  setup_.listeners.finish = std::move(listener);
 }
 
 void Reducer::set_error_listener(std::function<void(const std::string&)> listener) {
   const std::lock_guard lock(mutex_);
-  setup_.on_error = std::move(listener);
+  setup_.listeners.error = std::move(listener);
+}
+
+void Reducer::watch_added_gradients(bool is_watched) {
+  const std::lock_guard lock(mutex_);
+  added_.watch(is_watched);
 }
 
 void Reducer::set_scatter(const ScatterFactory& make, const std::string& reason) {
@@ -110,7 +104,7 @@ void Reducer::set_scatter(const ScatterFactory& make, const std::string& reason)
     TORCH_CHECK(!is_wrong, setup_.who(), ": ", reason, ", which cannot be together with ", what);
   };
   TORCH_CHECK(!scatter_, setup_.who(), ": ", reason, ", but another optimizer has them already");
-  refuse_if(!hook_slot_taken_by_.empty(), hook_slot_taken_by_.c_str());
+  refuse_if(!hook_slot_taken_by().empty(), hook_slot_taken_by().c_str());
   refuse_if(has_comm_hook(), "a comm hook");
   refuse_if(averages_.has_consumer(), "optimizers that step in backward");
   refuse_if(options.gradient_as_bucket_view, "gradient_as_bucket_view: there are no gradients to be views");
@@ -129,9 +123,8 @@ void Reducer::set_scatter(const ScatterFactory& make, const std::string& reason)
   auto scatter = make(plan);
   setup_.plan = std::move(plan);
   scatter_ = std::make_unique<detail::ScatterSink>(setup_, std::move(scatter));
-  sink_ = scatter_.get();
-  hook_slot_taken_by_ = reason;
-  if (plan_origin_ == PlanOrigin::kGuessed) plan_origin_ = PlanOrigin::kRebuilt;
+  reserve_hook_slot(reason);
+  if (order_.is_wanted()) order_.set_used();
   make_buckets();
 }
 
@@ -139,9 +132,8 @@ void Reducer::clear_scatter() {
   const std::lock_guard lock(mutex_);
   if (!scatter_) return;
   give_up();
-  sink_ = &averages_;
   scatter_.reset();
-  hook_slot_taken_by_.clear();
+  reserve_hook_slot("");
   make_buckets();
 }
 
@@ -150,9 +142,7 @@ void Reducer::detach() {
   hooks_.remove();
   averages_.set_consumer({});
   step_.divisor_source = nullptr;
-  on_begin_ = nullptr;
-  on_finish_ = nullptr;
-  setup_.on_error = nullptr;
+  setup_.listeners = {};
 }
 
 // ---- for those who ask ----
@@ -177,7 +167,7 @@ int64_t Reducer::pool_bytes() const {
 
 std::vector<GradBucket> Reducer::get_grad_buckets(bool return_zero_tensors) {
   const std::lock_guard lock(mutex_);
-  TORCH_CHECK(!scatter_, setup_.who(), ": there are no buckets to look at: ", hook_slot_taken_by_);
+  TORCH_CHECK(!scatter_, setup_.who(), ": there are no buckets to look at: ", hook_slot_taken_by());
   std::vector<GradBucket> result;
   for (auto& bucket : buckets_) {
     averages_.attach_buffer(bucket);

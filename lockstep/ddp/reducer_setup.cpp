@@ -11,6 +11,12 @@ constexpr std::size_t kMostNamesShown = 10;
 
 }  // namespace
 
+std::unordered_set<const c10::TensorImpl*> impls_of(const std::vector<at::Tensor>& tensors) {
+  std::unordered_set<const c10::TensorImpl*> impls;
+  for (const auto& tensor : tensors) impls.insert(tensor.unsafeGetTensorImpl());
+  return impls;
+}
+
 std::string ReducerSetup::who() const {
   return str("[lockstep/ddp] rank ", group->getRank(), " of ", group->getSize());
 }
@@ -32,7 +38,7 @@ std::string ReducerSetup::bucket_text(std::size_t bucket) const {
 }
 
 void ReducerSetup::fail(const std::string& message) const {
-  if (on_error) on_error(message);
+  if (listeners.error) listeners.error(message);
   TORCH_CHECK(false, message);
 }
 

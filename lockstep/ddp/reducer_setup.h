@@ -7,6 +7,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "lockstep/comm/group.h"
@@ -31,14 +32,26 @@ struct ReducerOptions {
 
 namespace detail {
 
-/// The reducer's, which changes group and plan between steps; its parts read it.
+std::unordered_set<const c10::TensorImpl*> impls_of(const std::vector<at::Tensor>& tensors);
+
+/// Who is told of a reduction.
+struct ReductionListeners {
+  /// It begins: before its first bucket is launched. May communicate, on all ranks alike.
+  std::function<void()> begin = nullptr;
+  /// Its gradients are all written.
+  std::function<void()> finish = nullptr;
+  /// Every error, before it is thrown.
+  std::function<void(const std::string&)> error = nullptr;
+};
+
+/// The reducer's, which changes all but parameters and options between steps; its parts read it.
 struct ReducerSetup {
   const std::vector<at::Tensor> parameters;
   const ReducerOptions options;
   GroupPtr group;
   BucketPlan plan = {};
-  /// Told every error before it is thrown.
-  std::function<void(const std::string&)> on_error = nullptr;
+  ReductionListeners listeners = {};
+  const std::unordered_set<const c10::TensorImpl*> managed = impls_of(parameters);
 
   std::string who() const;
   const std::string& name_of(std::size_t parameter) const { return plan.parameters()[parameter].name; }

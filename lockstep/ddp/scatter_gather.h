@@ -1,6 +1,6 @@
 // Divides what a module takes among devices along the batch dim, and puts what it returns together again: Python's
-// scatter() and gather(), which are the collectives' names here. For any type visit_tensors() knows; what is no tensor is copied
-// into every part.
+// scatter() and gather(), which are the collectives' names here. For any type visit_tensors() knows; what is no tensor
+// is copied into every part.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -3,12 +3,17 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
 #include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/distributed/c10d/debug.h>
 
 #include <algorithm>
 #include <unordered_set>
 #include <utility>
 
+#include "lockstep/base/str.h"
+#include "lockstep/comm/agreement.h"
 #include "lockstep/comm/call_label.h"
 #include "lockstep/comm/collectives.h"
 
@@ -120,8 +125,30 @@ void UsedMap::give_up() {
 void UnusedParameters::search(const std::vector<at::Tensor>& outputs,
                               const std::unordered_map<const torch::autograd::Node*, std::size_t>& accumulators) {
   auto found = find_unused(outputs, accumulators);
-  if (std::exchange(has_searched_, true) && found != of_step) is_same_in_all_steps = false;
+  const bool is_first = !std::exchange(has_searched_, true);
+  if (!is_first && found != of_step) is_same_in_all_steps = false;
   of_step = std::move(found);
+  if (setup_.options.skip_all_reduce_unused_params && setup_.group->getSize() > 1) compare_skipped(is_first);
+  if (of_step.empty() && !std::exchange(has_warned_of_needless_search_, true)) {
+    TORCH_WARN(setup_.who(), ": find_unused_parameters is on, but the forward pass used every parameter. The search ",
+               "costs a walk over the graph in every step; turn it off if no step leaves parameters out.");
+  }
+  if (c10d::debug_level() == c10d::DebugLevel::Detail && !of_step.empty()) {
+    LOG(INFO) << setup_.who() << ": unused parameters in this step: " << setup_.names_of(of_step);
+  }
+}
+
+void UnusedParameters::compare_skipped(bool is_first) {
+  if (is_first || c10d::debug_level() != c10d::DebugLevel::Off) {
+    const LabelScope label({"DDP's skipped parameters"});
+    check_same_on_all_ranks("what skip_all_reduce_unused_params leaves out",
+                            Facts{{"unused parameters", str(setup_.names_of(of_step), " (", join(of_step, ", "), ")")}},
+                            setup_.group);
+  } else if (!is_same_in_all_steps && !std::exchange(has_warned_of_changed_skips_, true)) {
+    TORCH_WARN(setup_.who(), ": skip_all_reduce_unused_params is on, and the set of unused parameters has changed. If ",
+               "it does not change alike on all ranks, they wait for each other, or sum what does not belong ",
+               "together. TORCH_DISTRIBUTED_DEBUG=INFO compares the sets in every step.");
+  }
 }
 
 bool UnusedParameters::contains(std::size_t parameter) const {

@@ -11,6 +11,7 @@
 #include <torch/csrc/autograd/function.h>
 
 #include "lockstep/comm/pending.h"
+#include "lockstep/ddp/reducer_setup.h"
 
 namespace lockstep::detail {
 
@@ -55,9 +56,12 @@ class UsedMap {
 
 /// What a reducer knows of unused parameters, from step to step.
 struct UnusedParameters {
-  UnusedParameters(std::size_t parameters, c10::Device device) : used(parameters, device) {}
+  /// `setup` outlives it.
+  explicit UnusedParameters(const ReducerSetup& setup)
+      : used(setup.parameters.size(), setup.parameters.at(0).device()), setup_(setup) {}
 
-  /// Of a step: those that a backward from `outputs` would not reach.
+  /// Of a step: those that a backward from `outputs` would not reach. Collective if buckets without any other are
+  /// skipped, in the first step and while debugging: ranks that skip different ones would wait for each other.
   void search(const std::vector<at::Tensor>& outputs,
               const std::unordered_map<const torch::autograd::Node*, std::size_t>& accumulators);
   bool contains(std::size_t parameter) const;
@@ -67,7 +71,12 @@ struct UnusedParameters {
   UsedMap used;
 
  private:
+  void compare_skipped(bool is_first);
+
+  const ReducerSetup& setup_;
   bool has_searched_ = false;
+  bool has_warned_of_needless_search_ = false;
+  bool has_warned_of_changed_skips_ = false;
 };
 
 }  // namespace lockstep::detail
