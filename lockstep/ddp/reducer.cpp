@@ -385,9 +385,7 @@ void Reducer::reduce_counted(const Run& run) {
 
 bool Reducer::has_leftovers() const {
   const std::lock_guard lock(mutex_);
-  const auto& all = setup_.parameters;
-  return has_local_gradients_ &&
-         std::any_of(all.begin(), all.end(), [](const auto& each) { return each.grad().defined(); });
+  return has_local_gradients_ && local_.has_gradients(setup_.parameters);
 }
 
 void Reducer::forget_leftovers() {

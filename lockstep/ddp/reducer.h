@@ -27,6 +27,7 @@
 #include "lockstep/ddp/forward_pass.h"
 #include "lockstep/ddp/gradient_intake.h"
 #include "lockstep/ddp/gradient_scatter.h"
+#include "lockstep/ddp/gradient_witness.h"
 #include "lockstep/ddp/ready_order.h"
 #include "lockstep/ddp/reducer_setup.h"
 #include "lockstep/ddp/scatter_sink.h"
@@ -85,7 +86,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   /// zeros, or with the gradients of earlier backwards that were not reduced. Afterwards the averaged gradients are in
   /// .grad, as on the other ranks. Collective; waits.
   void mirror_backward();
-  /// There are gradients that were added up by backwards under no_sync() since the last reduction.
+  /// There are gradients that were added up by backwards under no_sync() since the last reduction, and not zeroed.
   bool has_leftovers() const;
   /// Nobody waits for them any more: they stay in .grad.
   void forget_leftovers();
@@ -273,6 +274,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   detail::AddedGradients added_;
   detail::FailedStep failed_;
   bool has_local_gradients_ = false;  // since the last reduction
+  detail::GradientWitness local_;     // what the last local backward left
   bool has_warned_of_local_backward_ = false;
 };
 

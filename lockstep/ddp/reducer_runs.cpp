@@ -49,6 +49,7 @@ void Reducer::end_run() {
   const at::NoGradGuard no_grad;
   if (!run.held.empty()) {
     for (const auto& pass : run.passes) pass->was_used = true;
+    if (has_local_gradients_) local_.note(setup_.parameters);
   }
   if (static_graph_.is_counting()) return reduce_counted(run);
   if (std::exchange(step_.marks_unused_at_end, false)) mark_unused();

@@ -1,13 +1,10 @@
 #include "lockstep/ddp/weighted_backward.h"
 
-#include <ATen/ops/any.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/ne.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -34,13 +31,6 @@ void multiply_gradients(const std::vector<at::Tensor>& parameters, double factor
   }
 }
 
-bool has_nonzero_gradient(const at::Tensor& parameter) {
-  const auto& grad = parameter.grad();
-  if (!grad.defined()) return false;
-  const at::NoGradGuard no_grad;
-  return at::any(at::ne(grad.is_sparse() ? grad._values() : grad, 0)).item<bool>();
-}
-
 }  // namespace
 
 WeightedBackward::WeightedBackward(std::shared_ptr<Reducer> reducer, std::vector<at::Tensor> delayed,
@@ -48,8 +38,7 @@ WeightedBackward::WeightedBackward(std::shared_ptr<Reducer> reducer, std::vector
     : reducer_(std::move(reducer)),
       delayed_(std::move(delayed)),
       all_(both_of(reducer_->parameters(), delayed_)),
-      fail_(std::move(fail)),
-      witness_(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()) {}
+      fail_(std::move(fail)) {}
 
 WeightedBackward::~WeightedBackward() {
   for (const auto& [parameter, hook] : zeroing_hooks_) parameter.remove_hook(hook);
@@ -83,25 +72,8 @@ void WeightedBackward::set_zeroes_gradients(bool zeroes) {
   }
 }
 
-void WeightedBackward::note_waiting() {
-  const auto with_gradient =
-      std::find_if(all_.begin(), all_.end(), [](const auto& parameter) { return parameter.grad().defined(); });
-  if (with_gradient == all_.end()) return;
-  witness_ = with_gradient->grad().getIntrusivePtr();
-  witness_version_ = with_gradient->grad()._version();
-}
-
 void WeightedBackward::forget_zeroed() {
-  if (so_far_ == 0) return;
-  const auto witness = witness_.lock();
-  for (const auto& parameter : all_) {
-    const auto& grad = parameter.grad();
-    if (!grad.defined()) continue;
-    if (witness && grad.unsafeGetTensorImpl() == witness.get() && grad._version() == witness_version_) return;
-    break;  // the witness is the first one there was
-  }
-  if (std::any_of(all_.begin(), all_.end(), has_nonzero_gradient)) return;
-  so_far_ = 0;
+  if (so_far_ != 0 && !waiting_.has_gradients(all_)) so_far_ = 0;
 }
 
 void WeightedBackward::run(const at::Tensor& loss, double weight, bool is_reduced) {
@@ -135,7 +107,7 @@ void WeightedBackward::run(const at::Tensor& loss, double weight, bool is_reduce
     multiply_gradients(delayed_, ranks / divisor);
     return;
   }
-  note_waiting();
+  waiting_.note(all_);
   reducer_->set_divisor_source([this]() -> double {
     if (so_far_ > 0) {
       fail_(str(who(), ": gradients of backward(loss, weight) under no_sync() wait to be averaged: end with ",

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/ddp/gradient_witness.h"
 #include "lockstep/ddp/reducer.h"
 
 namespace lockstep::detail {
@@ -45,16 +46,13 @@ class WeightedBackward {
   std::string who() const;
   /// While it is set, gradients of a backward count as zeros, whatever they are: NaN too.
   void set_zeroes_gradients(bool zeroes);
-  void note_waiting();
 
   const std::shared_ptr<Reducer> reducer_;
   const std::vector<at::Tensor> delayed_;
   const std::vector<at::Tensor> all_;  // the reducer's, and the delayed ones
   const std::function<void(const std::string&)> fail_;
-  double so_far_ = 0;  // of backwards since the last reduced one
-  // One gradient as the last of them left it: while it is the same, none was zeroed.
-  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> witness_;
-  uint32_t witness_version_ = 0;
+  double so_far_ = 0;        // of backwards since the last reduced one
+  GradientWitness waiting_;  // what the last of them left
   const std::shared_ptr<bool> zeroes_ = std::make_shared<bool>(false);
   std::vector<std::pair<at::Tensor, unsigned>> zeroing_hooks_;  // there from the first weight of zero on
 };

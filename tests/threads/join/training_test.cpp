@@ -519,6 +519,34 @@ LOCKSTEP_THREAD_TEST(JoinTraining, OnlyGradientsThatAreThereAreGiven, 2) {
   });
 }
 
+// JOIN-61: neither does one that zeroed them in place count among those the sum is divided by. Gradients that came out
+// as zeros count, and so do ones that were changed (U-6).
+LOCKSTEP_THREAD_TEST(JoinTraining, ZeroedGradientsAreNotDividedBy, 2) {
+  torch::nn::Linear layer(torch::nn::LinearOptions(4, 1).bias(false));
+  DistributedDataParallel ddp(layer, world.group());
+  const auto average_after = [&](double local, double factor) {
+    zero_grads(ddp);
+    ddp.join({.options = {.divide_by_initial_world_size = false}}).run([&] {
+      if (world.rank() == 0) {
+        const auto guard = ddp.no_sync();
+        ddp(at::full({1, 4}, local)).sum().backward();
+        if (factor != 1) layer->weight.mutable_grad().mul_(factor);
+        return;
+      }
+      {
+        const auto guard = ddp.no_sync();
+        ddp(at::full({1, 4}, 2.0)).sum().backward();
+      }
+      ddp(at::full({1, 4}, 6.0)).sum().backward();
+    });
+    return layer->weight.grad()[0][0].item<double>();
+  };
+  EXPECT_EQ(average_after(10, 0), 8);
+  EXPECT_EQ(average_after(10, 1), 9);
+  EXPECT_EQ(average_after(0, 1), 4);
+  EXPECT_EQ(average_after(10, 0.5), 6.5);
+}
+
 // JOIN-64: two models whose backwards come in another order say which they are (U-5).
 TEST(JoinTraining, BucketsNameTheirModel) {
   for (const std::string backend : {"threads", "shm"}) {
