@@ -41,11 +41,13 @@ struct OpenScopes {
 
 }  // namespace
 
-void JoinProgress::add_step(std::vector<double> rates) {
+void JoinProgress::add_step(std::vector<std::pair<const char*, double>> step_options) {
   ++steps;
-  learning_rates = std::move(rates);
-  // As floats: schedules may come to the same rate by other roundings.
-  for (const auto rate : learning_rates) history = scattered(history + std::hash<float>()(static_cast<float>(rate)));
+  options = std::move(step_options);
+  // As floats: schedules may come to the same value by other roundings.
+  for (const auto& [name, value] : options) {
+    history = scattered(history + std::hash<float>()(static_cast<float>(value)));
+  }
   history = scattered(history);
 }
 
@@ -175,15 +177,18 @@ void Join::check_same_progress(const JoinTally& tally) const {
   for (const auto* joinable : joinables_) {
     const auto progress = joinable->join_progress();
     if (progress.steps == 0) continue;
-    texts.push_back(str(quoted(*joinable), " has taken ", progress.steps, " steps, the last at learning rate ",
-                        join(progress.learning_rates, ", ")));
+    std::vector<std::string> options;
+    for (const auto& [name, value] : progress.options) options.push_back(str(name, " ", value));
+    texts.push_back(
+        str(quoted(*joinable), " has taken ", progress.steps, " steps, the last with ", join(options, ", ")));
   }
-  TORCH_CHECK(false, who(), ": ranks have not stepped alike in this Join scope. On this rank, which has ",
-              stage_ == Stage::kOpen ? "inputs" : "run out of inputs", ", ",
-              texts.empty() ? "nothing was stepped" : join(texts, ", "),
-              ". What a program does around step() ranks without inputs must do too, such as advancing a learning ",
-              "rate: JoinSettings{.on_mirrored_step = [&] { schedule.step(); }}. And every averaged backward is ",
-              "followed by one step().");
+  TORCH_CHECK(
+      false, who(), ": ranks have not stepped alike in this Join scope. On this rank, which has ",
+      stage_ == Stage::kOpen ? "inputs" : "run out of inputs", ", ",
+      texts.empty() ? "nothing was stepped" : join(texts, ", "),
+      ". What a program does around step() ranks without inputs must do too, such as advancing a learning ",
+      "rate or a momentum: JoinSettings{.on_mirrored_step = [&] { schedule.step(); }}. And every averaged backward is ",
+      "followed by one step().");
 }
 
 void Join::check_same_votes(const JoinTally& tally) const {

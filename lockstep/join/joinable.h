@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lockstep/comm/group.h"
@@ -46,10 +47,11 @@ struct JoinConfig {
 /// What must be the same on all ranks of a scope, of a joinable that steps. Ranks that differ throw.
 struct JoinProgress {
   int64_t steps = 0;
-  std::vector<double> learning_rates = {};  // of the last one, by parameter group
-  uint64_t history = 0;                     // a hash of all of them
+  /// Of the last one: learning rate, momentum and what else schedules change, by parameter group.
+  std::vector<std::pair<const char*, double>> options = {};
+  uint64_t history = 0;  // a hash of all of them
 
-  void add_step(std::vector<double> rates);
+  void add_step(std::vector<std::pair<const char*, double>> step_options);
 };
 
 /// When in an iteration a joinable communicates. A kStep uses the gradients of those of kGradients that stand before

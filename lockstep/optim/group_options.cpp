@@ -77,7 +77,48 @@ bool take_from_libtorch(const torch::optim::OptimizerOptions& from, RMSpropOptio
   return true;
 }
 
+void add_number(std::vector<std::pair<const char*, double>>& numbers, const char* name, double value) {
+  numbers.emplace_back(name, value);
+}
+
+void add_number(std::vector<std::pair<const char*, double>>& numbers, const char* name,
+                const std::tuple<double, double>& values) {
+  numbers.emplace_back(name, std::get<0>(values));
+  numbers.emplace_back(name, std::get<1>(values));
+}
+
+/// False if they are no options of this optimizer, ours or libtorch's.
+template <class Options>
+bool add_numbers(std::vector<std::pair<const char*, double>>& numbers, const torch::optim::OptimizerOptions& options) {
+  Options copy;
+  const auto* ours = dynamic_cast<const GroupOptions<Options>*>(&options);
+  if (ours != nullptr) copy = *ours;
+  if (ours == nullptr && !take_from_libtorch(options, copy)) return false;
+  Options::visit(copy, [&](const char* name, const auto& value) { add_number(numbers, name, value); });
+  return true;
+}
+
+template <class... Options>
+bool add_numbers_of_any(std::vector<std::pair<const char*, double>>& numbers,
+                        const torch::optim::OptimizerOptions& options) {
+  return (add_numbers<Options>(numbers, options) || ...);
+}
+
 }  // namespace
+
+std::vector<std::pair<const char*, double>> numbers_of(const torch::optim::OptimizerOptions& options) {
+  std::vector<std::pair<const char*, double>> numbers;
+  if (add_numbers_of_any<AdamWOptions, AdamOptions, SGDOptions, RMSpropOptions, AdagradOptions, AdamaxOptions,
+                         AdadeltaOptions, RpropOptions>(numbers, options)) {
+    return numbers;
+  }
+  try {
+    numbers.emplace_back("lr", options.get_lr());
+    // NOLINTNEXTLINE(bugprone-empty-catch): a user's own options need have none
+  } catch (const c10::Error&) {
+  }
+  return numbers;
+}
 
 template <class Options>
 Options options_from(const torch::optim::OptimizerOptions& options, Options otherwise) {

@@ -6,6 +6,7 @@
 
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "lockstep/optim/rules.h"
 
@@ -34,5 +35,9 @@ std::unique_ptr<torch::optim::OptimizerOptions> group_options(const Options& opt
 /// (maximize): those are taken from `otherwise`. Throws on options of other optimizers, naming their type.
 template <class Options>
 Options options_from(const torch::optim::OptimizerOptions& options, Options otherwise = {});
+
+/// Their numbers by name, such as "lr" and "momentum": all of the optimizers here and of libtorch's that have the same,
+/// of others the learning rate, if they have one.
+std::vector<std::pair<const char*, double>> numbers_of(const torch::optim::OptimizerOptions& options);
 
 }  // namespace lockstep::optim

@@ -378,19 +378,15 @@ void ZeroOptimizer::begin_join_iteration() {
 
 void ZeroOptimizer::note_join_step() {
   if (!join_config().enable) return;
-  join_progress_.add_step(learning_rates());
+  join_progress_.add_step(step_options());
 }
 
-std::vector<double> ZeroOptimizer::learning_rates() const {
-  std::vector<double> rates;
+std::vector<std::pair<const char*, double>> ZeroOptimizer::step_options() const {
+  std::vector<std::pair<const char*, double>> all;
   for (const auto& group : param_groups_) {
-    try {
-      rates.push_back(group.options().get_lr());
-    } catch (const c10::Error&) {
-      rates.push_back(0);
-    }
+    for (const auto& number : optim::numbers_of(group.options())) all.push_back(number);
   }
-  return rates;
+  return all;
 }
 
 std::unique_ptr<JoinHook> ZeroOptimizer::join_hook(const JoinOptions& /*options*/) {

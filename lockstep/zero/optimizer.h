@@ -169,8 +169,8 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Sh
   /// This iteration's first collective is about to come: that of clipping, or of the step.
   void begin_join_iteration();
   void note_join_step();
-  /// Of each group; 0 where options do not say.
-  std::vector<double> learning_rates() const;
+  /// Of all groups: what ranks must step with alike.
+  std::vector<std::pair<const char*, double>> step_options() const;
   /// Throws, naming the remedy, if ranks that ran out of inputs would not do what is about to be done to gradients.
   void check_preparation_is_mirrored() const;
   /// Runs `check`; if it throws, on this rank alone, the others are told.

@@ -130,7 +130,7 @@ void ZeroOverlap::begin_backward() {
   zero_->prepare_step();
   // As schedulers have left them.
   local_->set_options(zero_->param_groups()[0].options());
-  ddp()->join_progress().add_step(zero_->learning_rates());
+  ddp()->join_progress().add_step(zero_->step_options());
   info_.broadcast_handles.clear();
 }
 

@@ -6,6 +6,8 @@
 #include "lockstep/base/str.h"
 #include "lockstep/ddp/default_hooks.h"
 #include "lockstep/join/join.h"
+#include "lockstep/optim/group_options.h"
+#include "lockstep/optim/optimizers.h"
 #include "lockstep/zero/overlap_hooks.h"
 #include "tests/support/ddp_models.h"
 #include "tests/support/join_fixtures.h"
@@ -143,6 +145,67 @@ LOCKSTEP_THREAD_TEST(JoinTraining, SharesWithOtherLearningRatesAreNoticed, 2) {
       expect_all_told([&] { train_with_schedule(world, inputs, stage, false); }, {what, "learning rate"});
       train_with_schedule(world, inputs, stage, true);
     }
+  }
+}
+
+/// Changes what a schedule of momenta would, for step `step`.
+void set_momentum(torch::optim::Optimizer& optimizer, int step) {
+  for (auto& group : optimizer.param_groups()) {
+    const double value = 0.9 - 0.1 * step;
+    if (auto* sgd_options = dynamic_cast<SGDOptions*>(&group.options())) sgd_options->momentum(value);
+    if (auto* adam_options = dynamic_cast<torch::optim::AdamOptions*>(&group.options())) {
+      adam_options->betas({value, 0.999});
+    }
+    if (auto* ours = dynamic_cast<optim::GroupOptions<optim::SGDOptions>*>(&group.options())) ours->momentum = value;
+  }
+}
+
+/// With a momentum that falls in every step. Equals one process if joined ranks' falls too, else all ranks are told.
+template <class Optimizer, class Options>
+void train_with_momenta(const World& world, const Options& options, ZeroStage stage) {
+  const std::vector<int> inputs = {1, 4};
+  auto whole = mlp({4, 3, 2});
+  auto net = caller_of(whole);
+  Optimizer plain(whole->parameters(), options);
+  for (int step = 0; step < 4; ++step) {
+    set_momentum(plain, step);
+    plain.zero_grad();
+    whole_loss(net, inputs, step).backward();
+    plain.step();
+  }
+  for (const bool is_mirrored : {true, false}) {
+    DistributedDataParallel ddp(mlp({4, 3, 2}), spare_group(world));
+    ZeroRedundancyOptimizer<Optimizer> optimizer(ddp.parameters(), options, {.stage = stage, .ddp = ddp});
+    int steps = 0;
+    JoinSettings settings;
+    settings.before_mirrored_step = [&] {
+      if (is_mirrored) set_momentum(optimizer, steps++);
+    };
+    const auto train = [&] {
+      Join({&ddp, &optimizer}, settings).run([&] {
+        for (; steps < inputs[world.rank()];) {
+          set_momentum(optimizer, steps++);
+          optimizer.zero_grad();
+          loss_of(ddp, world.rank(), steps - 1).backward();
+          optimizer.step();
+        }
+      });
+    };
+    if (is_mirrored) {
+      train();
+      expect_same(ddp.parameters(), whole->parameters(), "", {1e-5});
+    } else {
+      expect_all_told(train, {"have not stepped alike", "momentum"});
+    }
+  }
+}
+
+// JOIN-63: momenta that a program changes from step to step are compared as learning rates are (U-2).
+LOCKSTEP_THREAD_TEST(JoinTraining, SharesWithOtherMomentaAreNoticed, 2) {
+  for (const auto stage : {ZeroStage::kReplicated, ZeroStage::kState, ZeroStage::kGradients}) {
+    train_with_momenta<SGD>(world, sgd(), stage);
+    train_with_momenta<torch::optim::Adam>(world, torch::optim::AdamOptions(0.1), stage);
+    train_with_momenta<optim::SGD>(world, optim::SGDOptions{.lr = 0.2, .momentum = 0.9}, stage);
   }
 }
 
