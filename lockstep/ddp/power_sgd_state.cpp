@@ -158,7 +158,12 @@ void PowerSGDState::report_stats(const GradBucket& bucket) {
 
 const std::shared_ptr<detail::PowerSGDMemory>& PowerSGDState::memory_of(const GradBucket& bucket) {
   auto& memory = memory_[static_cast<int64_t>(bucket.index())];
-  if (!memory) memory = std::make_shared<detail::PowerSGDMemory>();
+  std::vector<const c10::TensorImpl*> parameters;
+  for (const auto& parameter : bucket.parameters()) parameters.push_back(parameter.unsafeGetTensorImpl());
+  // Buckets may be laid out anew, and what was left over of other gradients must not be fed back to these.
+  const bool is_another = memory && !memory->parameters.empty() && memory->parameters != parameters;
+  if (!memory || is_another) memory = std::make_shared<detail::PowerSGDMemory>();
+  memory->parameters = std::move(parameters);
   return memory;
 }
 

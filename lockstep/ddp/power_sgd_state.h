@@ -45,6 +45,8 @@ namespace detail {
 
 /// A bucket's tensors between steps. Callbacks of a step use them; the next step's hook finds them finished.
 struct PowerSGDMemory {
+  /// Those of the bucket, to know it again; none if it was loaded.
+  std::vector<const c10::TensorImpl*> parameters = {};
   at::Tensor error;
   at::Tensor p;
   at::Tensor q;

@@ -39,16 +39,26 @@ std::shared_ptr<PowerSGDState> state_of(const PowerSGDOptions& options) {
 using HookOf = CommHook (*)(const std::shared_ptr<PowerSGDState>&);
 const std::vector<HookOf> kForms = {power_sgd_hook, batched_power_sgd_hook};
 
+/// Of the given sizes, the same ones each time.
+const std::vector<at::Tensor>& parameters_of(const std::vector<std::vector<int64_t>>& sizes,
+                                             const at::TensorOptions& options) {
+  thread_local std::map<std::vector<std::vector<int64_t>>, std::vector<at::Tensor>> known;
+  auto& parameters = known[sizes];
+  if (!parameters.empty() && parameters[0].dtype() == options.dtype()) return parameters;
+  parameters.clear();
+  for (const auto& size : sizes) parameters.push_back(at::zeros(size, options));
+  return parameters;
+}
+
 /// A bucket without a model: gradients of the given sizes, one after the other in `flat`.
 GradBucket bucket_of(const at::Tensor& flat, const std::vector<std::vector<int64_t>>& sizes) {
   std::vector<int64_t> offsets;
   std::vector<int64_t> lengths;
-  std::vector<at::Tensor> parameters;
+  const auto& parameters = parameters_of(sizes, flat.options());
   int64_t offset = 0;
-  for (const auto& size : sizes) {
-    parameters.push_back(at::zeros(size, flat.options()));
+  for (const auto& parameter : parameters) {
     offsets.push_back(offset);
-    lengths.push_back(parameters.back().numel());
+    lengths.push_back(parameter.numel());
     offset += lengths.back();
   }
   return GradBucket({.buffer = flat.clone(), .offsets = offsets, .lengths = lengths, .parameters = parameters});
@@ -404,14 +414,16 @@ TEST_P(PowerSgd, GoesOnWhereItWasSaved) {
   });
 }
 
-// DDP-70, DDP-72
+// DDP-70, DDP-72: of another length, or of the same one (D-19)
 TEST_P(PowerSgd, MemoryOfAnotherLayoutIsDropped) {
   run([](const World& world) {
-    const auto state = state_of({.start_power_sgd_iter = 2});
-    for (int step = 0; step < 4; ++step) reduced(power_sgd_hook(state), random_flat(400, step), {{20, 20}});
-    const auto flat = at::matmul(random_batch(15, 1, 2 + world.rank()), random_batch(1, 40, 1)).view({-1});
-    EXPECT_TRUE(
-        at::allclose(reduced(power_sgd_hook(state), flat, {{15, 40}}), mean_over_ranks(flat, world), 1e-3, 1e-4));
+    for (const int64_t rows : {15, 10}) {
+      const auto state = state_of({.start_power_sgd_iter = 2});
+      for (int step = 0; step < 4; ++step) reduced(power_sgd_hook(state), random_flat(400, step), {{20, 20}});
+      const auto flat = at::matmul(random_batch(rows, 1, 2 + world.rank()), random_batch(1, 40, 1)).view({-1});
+      const auto result = reduced(power_sgd_hook(state), flat, {{rows, 40}});
+      EXPECT_TRUE(at::allclose(result, mean_over_ranks(flat, world), 1e-3, 1e-4)) << rows << " rows";
+    }
   });
 }
 
