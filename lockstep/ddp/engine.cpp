@@ -175,7 +175,8 @@ void DdpEngine::make_reducer() {
     reducer_->reserve_hook_slot("mixed_precision reduces the gradients its own way");
     logger_->set_mixed_precision(detail::describe(*options_.mixed_precision));
   }
-  reducer_->set_error_listener([this](const std::string& error) { logger_->set_error_and_log(error); });
+  reducer_->set_error_listener([this](const std::string& error) { logger_->set_error_and_log(error); },
+                               [this] { return advice_on_uneven_inputs(); });
   if (c10d::debug_level() != c10d::DebugLevel::Off) {
     LOG(INFO) << who() << " wraps " << module_->name() << "\n"
               << reducer_->plan().to_string() << detail::relevant_environment();
@@ -268,7 +269,8 @@ void DdpEngine::pre_forward() {
   if (buffers_->will_sync_before_forward()) {
     note("sync_buffers");
     const int source = tally.is_open() ? tally.live_ranks().back() : 0;
-    reducer_->install_futures(buffers_->before_forward(group_, source));
+    detail::with_advice([&] { reducer_->install_futures(buffers_->before_forward(group_, source)); },
+                        [this] { return advice_on_uneven_inputs(); });
   }
 }
 

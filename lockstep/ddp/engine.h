@@ -123,6 +123,8 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   JoinTally begin_join_iteration(bool is_synced);
   bool is_joining() const { return joinable_ != nullptr && joinable_->join_config().enable; }
   void set_join_divisor(const JoinTally& tally);
+  /// To ranks that wait for others; empty in a scope.
+  std::string advice_on_uneven_inputs() const;
   /// A reduction begins. Collective now and then.
   void compare_replicas();
   void tell_of_difference(const std::string& message);

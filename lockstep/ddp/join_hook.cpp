@@ -105,6 +105,12 @@ JoinTally DdpEngine::begin_join_iteration(bool is_synced) {
   return tally;
 }
 
+std::string DdpEngine::advice_on_uneven_inputs() const {
+  if (is_joining()) return "";
+  return "Has one of them ended its loop before the others, having fewer inputs? Then let all train in a Join scope, "
+         "ddp.join().run([&] { … }), in which ranks without inputs take part.";
+}
+
 void DdpEngine::set_join_divisor(const JoinTally& tally) {
   if (join_options_.weighted) {
     // For a backward without a weight; backward(loss, weight) adds the weights up itself.

@@ -277,7 +277,7 @@ void Reducer::launch(detail::Bucket& bucket) {
   ++record_.buckets_reduced;
   bucket.progress.is_launched = true;
   const LabelScope label({setup_.options.label, static_cast<int>(bucket.index())});
-  or_give_up([&] { sink().launch(bucket); });
+  or_give_up([&] { detail::with_advice([&] { sink().launch(bucket); }, setup_.listeners.advice); });
 }
 
 // ---- the end of a backward ----
@@ -316,7 +316,8 @@ void Reducer::write_kept_gradients() {
 
 void Reducer::wait_for_all() {
   for (auto& bucket : buckets_) {
-    if (!bucket.progress.is_skipped) sink().wait_for(bucket);
+    if (bucket.progress.is_skipped) continue;
+    detail::with_advice([&] { sink().wait_for(bucket); }, setup_.listeners.advice);
   }
   for (const auto& future : step_.installed_futures) {
     future->wait();

@@ -124,7 +124,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   /// See ReductionListeners.
   void set_begin_listener(std::function<void()> listener);
   void set_finish_listener(std::function<void()> listener);
-  void set_error_listener(std::function<void(const std::string&)> listener);
+  void set_error_listener(std::function<void(const std::string&)> listener, std::function<std::string()> advice);
   /// Whether to warn of gradients that are added to averages.
   void watch_added_gradients(bool is_watched);
   /// From the next backward on gradients go to what `make` makes, and are freed; buckets have buffers only while they

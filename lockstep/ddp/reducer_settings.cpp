@@ -87,9 +87,11 @@ void Reducer::set_finish_listener(std::function<void()> listener) {
   setup_.listeners.finish = std::move(listener);
 }
 
-void Reducer::set_error_listener(std::function<void(const std::string&)> listener) {
+void Reducer::set_error_listener(std::function<void(const std::string&)> listener,
+                                 std::function<std::string()> advice) {
   const std::lock_guard lock(mutex_);
   setup_.listeners.error = std::move(listener);
+  setup_.listeners.advice = std::move(advice);
 }
 
 void Reducer::watch_added_gradients(bool is_watched) {

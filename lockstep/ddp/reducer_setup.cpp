@@ -2,6 +2,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <typeinfo>
+
 #include "lockstep/base/str.h"
 
 namespace lockstep::detail {
@@ -10,6 +12,25 @@ namespace {
 constexpr std::size_t kMostNamesShown = 10;
 
 }  // namespace
+
+void with_advice(const std::function<void()>& action, const std::function<std::string()>& advice) {
+  try {
+    action();
+  } catch (const c10::Error& error) {
+    // Peers that failed themselves have a type of their own and say why; a hook's error is its own business.
+    const bool is_lost = typeid(error) == typeid(c10::DistBackendError);
+    const std::string message = error.what_without_backtrace();
+    const auto is_from = [&](const char* layer) { return message.find(layer) != std::string::npos; };
+    const bool is_mismatch =
+        typeid(error) == typeid(c10::Error) && (is_from("[lockstep/comm]") || is_from("[lockstep/shm]"));
+    const auto remedy = (is_lost || is_mismatch) && advice ? advice() : std::string();
+    if (remedy.empty()) throw;
+    // Not added in place: ranks that are threads share the exception.
+    const auto text = str(message, " ", remedy);
+    if (is_lost) C10_THROW_ERROR(DistBackendError, text);
+    TORCH_CHECK(false, text);
+  }
+}
 
 std::unordered_set<const c10::TensorImpl*> impls_of(const std::vector<at::Tensor>& tensors) {
   std::unordered_set<const c10::TensorImpl*> impls;

@@ -32,6 +32,10 @@ struct ReducerOptions {
 
 namespace detail {
 
+/// Runs `action`, whose collectives fail if ranks do not meet in them: then what `advice` says is added to the message.
+/// Errors of another kind pass unchanged.
+void with_advice(const std::function<void()>& action, const std::function<std::string()>& advice);
+
 std::unordered_set<const c10::TensorImpl*> impls_of(const std::vector<at::Tensor>& tensors);
 
 /// Who is told of a reduction.
@@ -42,6 +46,8 @@ struct ReductionListeners {
   std::function<void()> finish = nullptr;
   /// Every error, before it is thrown.
   std::function<void(const std::string&)> error = nullptr;
+  /// Asked what a user might do about ranks that do not meet in a bucket; it is added to the error.
+  std::function<std::string()> advice = nullptr;
 };
 
 /// The reducer's, which changes all but parameters and options between steps; its parts read it.

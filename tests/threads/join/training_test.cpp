@@ -644,6 +644,50 @@ TEST(JoinTraining, RanksThatAverageAtTheirOwnEndAreTold) {
   }
 }
 
+// JOIN-64: a rank that ends its loop early without a scope, and goes on to something else or to nothing (U-5).
+TEST(JoinTraining, ForgottenScopesAreAdvisedOf) {
+  for (const std::string backend : {"threads", "shm"}) {
+    for (const bool has_buffers : {false, true}) {
+      for (const bool calls_another : {false, true}) {
+        const testing::RunOptions options{
+            .world_size = 2, .backend = backend, .collective_timeout = std::chrono::seconds(2)};
+        testing::run_threads_in_gtest(options, [&](const World& world) {
+          const auto group = spare_group(world);
+          torch::nn::Sequential model(torch::nn::Linear(4, 4));
+          if (has_buffers) model->push_back(torch::nn::BatchNorm1d(4));
+          DistributedDataParallel ddp(model, group);
+          const auto step = [&] { ddp(batch_of(world.rank(), 0)).pow(2).mean().backward(); };
+          for (int i = 0; i < 3; ++i) step();
+          if (world.rank() == 1) return expect_all_told(step, {"Join scope", "ddp.join()", "fewer inputs"});
+          if (calls_another) expect_all_told([&] { all_reduce(at::ones({1}), group); }, {"DDP"});
+        });
+      }
+    }
+  }
+}
+
+// JOIN-64: in a scope nobody is told to open one.
+TEST(JoinTraining, OpenScopesAreNotAdvised) {
+  testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
+    const auto group = spare_group(world);
+    DistributedDataParallel ddp(mlp({4, 3, 2}), group);
+    const auto train = [&] {
+      ddp.join().run([&] {
+        for (int step = 0; step < 3; ++step) {
+          if (world.rank() == 0 && step == 2) all_reduce(at::ones({1}), group);
+          loss_of(ddp, world.rank(), step).backward();
+        }
+      });
+    };
+    try {
+      train();
+      ADD_FAILURE() << "nothing was thrown";
+    } catch (const std::exception& error) {
+      EXPECT_THAT(error.what(), ::testing::Not(::testing::HasSubstr("fewer inputs")));
+    }
+  });
+}
+
 // A second averaged backward divides what ranks without inputs do not add to, as in Python; whoever zeroes is not told.
 LOCKSTEP_THREAD_TEST(JoinTraining, AdditionsToAveragesAreWarnedOf, 2) {
   enum class Zeroing { kNone, kByReset, kInPlace };
