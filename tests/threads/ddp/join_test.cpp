@@ -382,6 +382,78 @@ TEST_P(DdpJoinWorlds, ThrowingScopesEndAtTheFewestInputs) {
   });
 }
 
+// JOIN-14: so do wrappers that reduce each gradient on its own, or all of them later, which cannot be mirrored
+LOCKSTEP_THREAD_TEST(DdpJoin, ThrowingScopesTakeWhatCannotBeMirrored, 2) {
+  for (const bool is_delayed : {false, true}) {
+    auto whole = mlp({6, 2});
+    torch::optim::SGD expected(whole->parameters(), 0.1);
+    auto model = mlp({6, 2});
+    DdpOptions options = {.per_parameter = true};
+    if (is_delayed) {
+      options = {.delay_all_reduce_named_params = {{"layer0.weight", model->layers[0]->weight},
+                                                   {"layer0.bias", model->layers[0]->bias}},
+                 .param_to_hook_all_reduce = model->layers[0]->weight};
+    }
+    DistributedDataParallel ddp(model, world.group(), options);
+    torch::optim::SGD optimizer(model->parameters(), 0.1);
+    for (int step = 0; step < 3; ++step) {
+      expected.zero_grad();
+      whole->forward(random_batch(4, 6, step)).pow(2).mean().backward();
+      expected.step();
+    }
+    expect_error(
+        [&] {
+          ddp.join(true, true, /*throw_on_early_termination=*/true).run([&] {
+            for (int step = 0; step < 3 + world.rank(); ++step) {
+              optimizer.zero_grad();
+              ddp(my_rows(random_batch(4, 6, step), world)).pow(2).mean().backward();
+              optimizer.step();
+            }
+          });
+        },
+        {"ran out of inputs"});
+    expect_close(model->parameters(), whole->parameters());
+  }
+}
+
+// JOIN-47: gradients that live ranks keep of parameters nobody uses are in full precision on joined ranks too, whatever
+// they were reduced in
+LOCKSTEP_THREAD_TEST(DdpJoin, KeptGradientsAreInFullPrecision, 2) {
+  const Warnings quiet;
+  const std::vector<int> inputs = {1, 6};
+  const auto options = torch::optim::SGDOptions(0.1).momentum(0.9).weight_decay(0.1);
+  const auto loss = [](auto& net, int rank, int step) {
+    return net(random_batch(3, 4, 10 * rank + step), /*uses_left=*/step % 3 == 0, true).to(at::kFloat).pow(2).mean();
+  };
+  auto whole = seeded(Branchy());
+  auto net = [&](auto&&... arguments) { return whole->forward(arguments...); };
+  torch::optim::SGD expected(whole->parameters(), options);
+  for (int step = 0; step < 6; ++step) {
+    expected.zero_grad(/*set_to_none=*/false);
+    ((loss(net, 1, step) + (step < inputs[0] ? loss(net, 0, step) : at::zeros({}))) / 2).backward();
+    expected.step();
+  }
+  auto model = seeded(Branchy());
+  DistributedDataParallel ddp(
+      model, world.group(),
+      {.find_unused_parameters = true, .mixed_precision = MixedPrecision{.param_dtype = at::kBFloat16}});
+  torch::optim::SGD optimizer(model->parameters(), options);
+  const auto update = [&] {
+    for (const auto& gradient : gradients_of(*model)) {
+      EXPECT_TRUE(gradient.defined() && gradient.scalar_type() == at::kFloat) << gradient.toString();
+    }
+    optimizer.step();
+  };
+  ddp.join().mirror(update).run([&] {
+    for (int step = 0; step < inputs[world.rank()]; ++step) {
+      optimizer.zero_grad(/*set_to_none=*/false);
+      loss(ddp, world.rank(), step).backward();
+      update();
+    }
+  });
+  expect_close(model->parameters(), whole->parameters(), 0.02);
+}
+
 // JOIN-23, JOIN-16: a disabled scope costs nothing, and gradients are those of all ranks
 LOCKSTEP_THREAD_TEST(DdpJoin, DisabledScopesDoNothing, 2) {
   auto layer = plain_layer();

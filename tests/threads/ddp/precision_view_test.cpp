@@ -283,6 +283,34 @@ LOCKSTEP_THREAD_TEST(DdpPrecisionView, WrappersInsideOfEachOtherPutBackWhatTheyF
   expect_close(run(std::nullopt, half), expected, 0.05);
 }
 
+/// Calls a part of itself through a wrapper of its own.
+struct WrappingImpl : torch::nn::Module {
+  explicit WrappingImpl(const GroupPtr& group)
+      : body(register_module("body", mlp({4, 6, 2}))),
+        inner(std::make_shared<DistributedDataParallel<Mlp>>(body, group, DdpOptions{.bucket_cap_mb = 0})) {}
+  at::Tensor forward(const at::Tensor& input) { return inner->forward(input); }
+  Mlp body;
+  std::shared_ptr<DistributedDataParallel<Mlp>> inner;
+};
+
+// the inner one lays its buckets out anew while the outer one shows low precision
+LOCKSTEP_THREAD_TEST(DdpPrecisionView, WrappersInsideOfAnotherReduceInTheirOwnPrecision, 2) {
+  auto alone = mlp({4, 6, 2});
+  alone->forward(random_batch(8, 4, 3)).pow(2).mean().backward();
+  const auto model = std::make_shared<WrappingImpl>(world.group());
+  DistributedDataParallel ddp(model, world.group(), {.mixed_precision = kBf16});
+  auto& reducer = *model->inner->engine().reducer();
+  for (int step = 0; step < 3; ++step) {
+    zero_grads(*model);
+    ddp(my_rows(random_batch(8, 4, 3), world)).to(at::kFloat).pow(2).mean().backward();
+    EXPECT_EQ(reducer.has_rebuilt_buckets(), step > 0);
+    for (const auto& bucket : reducer.get_grad_buckets()) {
+      EXPECT_EQ(bucket.buffer().scalar_type(), at::kFloat) << "bucket " << bucket.index() << ", step " << step;
+    }
+    expect_close(gradients_of(*model), gradients_of(*alone), 0.05);
+  }
+}
+
 struct ThreadedImpl : torch::nn::Module {
   ThreadedImpl()
       : left(register_module("left", seeded(torch::nn::Linear(4, 3), 1))),

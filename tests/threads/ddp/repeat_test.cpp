@@ -196,6 +196,60 @@ LOCKSTEP_THREAD_TEST(DdpRepeat, AWeightedBackwardThatThrowsLeavesNoWeight, 2) {
   expect_equal(actual, expected);
 }
 
+// What comes before the first bucket fails (here the sum of weights), and the backward is repeated on the same graph: a
+// static graph must not have counted the first one.
+LOCKSTEP_THREAD_TEST(DdpRepeat, ABackwardThatCannotBeginCanBeRepeated, 2) {
+  for (const bool is_static : {false, true}) {
+    const DdpOptions options = {.static_graph = is_static};
+    const auto expected = trained_without_failure(world, options);
+    DistributedDataParallel ddp(mlp(kSizes), world.group(), options);
+    use_a_bucket_per_layer(ddp);
+    torch::optim::SGD optimizer(ddp.parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+    ddp.join({.options = {.weighted = true}}).run([&] {
+      for (int step = 0; step < 4; ++step) {
+        const auto loss = ddp(my_rows(random_batch(8, kSizes[0], step), world)).pow(2).mean();
+        if (step % 2 == 0) {
+          const auto failing = testing::fail_call(CallKind::kAllReduce, 0, "no way out");
+          expect_error([&] { loss.backward({}, /*retain_graph=*/true); }, {"no way out"});
+        }
+        optimizer.zero_grad();
+        loss.backward();
+        optimizer.step();
+      }
+    });
+    expect_equal(ddp.parameters(), expected);
+  }
+}
+
+// Gradients that are reduced one by one, when backward ends: one that threw has no end, and the next one has its own.
+LOCKSTEP_THREAD_TEST(DdpRepeat, ABackwardThatThrewLeavesPerParameterReductionReady, 2) {
+  auto whole = mlp(kSizes);
+  torch::optim::SGD plain(whole->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  for (int step = 0; step < 4; ++step) {
+    plain.zero_grad();
+    whole->forward(random_batch(8, kSizes[0], step)).pow(2).mean().backward();
+    plain.step();
+  }
+  DistributedDataParallel ddp(mlp(kSizes), world.group(), {.per_parameter = true});
+  bool fails = false;
+  ddp.module()->layers[0]->weight.register_hook([&](const at::Tensor& gradient) {
+    TORCH_CHECK(!fails, "a hook of the user's");
+    return gradient;
+  });
+  torch::optim::SGD optimizer(ddp.parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  for (int step = 0; step < 4; ++step) {
+    const auto loss = ddp(my_rows(random_batch(8, kSizes[0], step), world)).pow(2).mean();
+    fails = step != 0;
+    if (fails) expect_error([&] { loss.backward({}, /*retain_graph=*/true); }, {"a hook of the user's"});
+    fails = false;
+    // On the same graph: no forward has come in between.
+    optimizer.zero_grad();
+    loss.backward();
+    optimizer.step();
+  }
+  expect_close(ddp.parameters(), whole->parameters());
+}
+
 // D-12: something of the user's throws in the middle of backward, after some buckets were launched.
 LOCKSTEP_THREAD_TEST(DdpRepeat, ABackwardThatThrowsLeavesTheReducerReady, 2) {
   const Warnings quiet;

@@ -1,5 +1,7 @@
 // Several forwards before their backwards, some under no_sync(), some without any backward: each backward does what its
 // forwards were to do, and gradients are those of one process with the whole batch.
+#include <thread>
+
 #include "tests/support/ddp_models.h"
 
 namespace lockstep::several_forwards_test {
@@ -229,6 +231,30 @@ LOCKSTEP_THREAD_TEST(DdpSeveralForwards, AnUnfinishedReductionIsNamedByTheNextBa
   one.backward();
   expect_error([&] { other.backward(); }, {"'right.weight'", "find_unused_parameters"});
   barrier(world.group());
+}
+
+// One for an evaluation, on a thread of the program's own, in the middle of a backward.
+LOCKSTEP_THREAD_TEST(DdpSeveralForwards, OneOnAnotherThreadLeavesARunningBackwardAlone, 2) {
+  const auto batch = random_batch(8, 4, 1);
+  auto reference = mlp({4, 3, 3, 2});
+  reference->forward(batch).pow(2).mean().backward();
+  DistributedDataParallel ddp(mlp({4, 3, 3, 2}), world.group());
+  int evaluations = 0;
+  // When its gradient comes, those of later layers are in their buckets.
+  ddp.module()->layers[1]->weight.register_hook([&](const at::Tensor& gradient) {
+    std::thread([&] {
+      const at::NoGradGuard no_grad;
+      ddp(batch);
+      ++evaluations;
+    }).join();
+    return gradient;
+  });
+  for (int step = 0; step < 3; ++step) {
+    zero_grads(ddp);
+    ddp(my_rows(batch, world)).pow(2).mean().backward();
+    expect_close(gradients_of(ddp), gradients_of(*reference));
+  }
+  EXPECT_EQ(evaluations, 3);
 }
 
 }  // namespace
