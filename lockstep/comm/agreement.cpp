@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <map>
+#include <thread>
 
 #include "lockstep/base/str.h"
+#include "lockstep/comm/failure.h"
 #include "lockstep/comm/objects.h"
 
 namespace lockstep {
@@ -94,6 +96,35 @@ void check_same_on_all_ranks(const std::string& what, const Facts& facts, const 
 
 void check_same_on_all_ranks(const std::string& what, const std::string& value, const GroupPtr& group) {
   check_same_on_all_ranks(what, Facts{{what, value}}, group);
+}
+
+std::string meet(const std::string& what, const GroupPtr& group) {
+  constexpr auto kPoll = std::chrono::milliseconds(10);
+  auto& state = detail::state_of(group);
+  const auto& [store, rank, size] = std::tie(state.description.store, state.description.rank, state.description.size);
+  const bool compares_calls = std::all_of(state.backends.begin(), state.backends.end(),
+                                          [](const auto& each) { return each.second.traits.compares_calls; });
+  if (size == 1 || !store || compares_calls) return "";
+  detail::check_usable(state);
+  const auto launched = state.next_sequence.load();
+  const auto key_of = [&](int each) { return str("meeting/", launched, "/", each); };
+  store->set(key_of(rank), std::vector<uint8_t>{1});
+  auto absent = detail::first_ranks(size);
+  const auto deadline = std::chrono::steady_clock::now() + state.description.timeout;
+  while (true) {
+    std::erase_if(absent, [&](int each) { return store->check({key_of(each)}); });
+    if (absent.empty()) return "";
+    for (const int each : absent) {
+      const auto wait = detail::shown_wait_of(state, each);
+      // It has launched something in this place, and will not come.
+      if (wait && wait->launched > launched) {
+        return str("rank ", state.description.global_ranks[each], " waits for ", wait->operation);
+      }
+    }
+    if (detail::has_failure(state)) detail::report_failure(state, what, "another rank gave up");
+    if (std::chrono::steady_clock::now() > deadline) detail::report_failure(state, what, "the time is over");
+    std::this_thread::sleep_for(kPoll);
+  }
 }
 
 }  // namespace lockstep

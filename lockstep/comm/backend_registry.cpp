@@ -22,9 +22,10 @@ constexpr BackendTraits kGlooTraits{.averages = false,
                                     .coalesces = false,
                                     .has_reduce_scatter_futures = false,
                                     .names_missing_ranks = false,
+                                    .compares_calls = false,
                                     .starts_concurrently = false};
 // Its errors name nobody, but a wait only enqueues: there is nothing to look after.
-constexpr BackendTraits kNcclTraits{.runs_on_current_stream = true};
+constexpr BackendTraits kNcclTraits{.compares_calls = false, .runs_on_current_stream = true};
 
 struct Registry {
   std::mutex mutex;

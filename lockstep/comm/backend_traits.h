@@ -17,6 +17,9 @@ struct BackendTraits {
   /// Its errors name the ranks that are missing. Otherwise waiting ranks look into the store for others that gave up,
   /// and survivors find out there who did not (docs/comm.md, "Who is missing").
   bool names_missing_ranks = true;
+  /// Ranks whose calls do not match all get an error that says so. Otherwise they may hang, abort or mix values, and
+  /// whoever is about to make a call that others may leave out has to meet() them first.
+  bool compares_calls = true;
   /// Threads of a process may start calls at the same time, also of different groups. Otherwise one starts at a time.
   bool starts_concurrently = true;
   /// A call that is not async runs on the current stream of its tensors' device, and the host does not wait. Such a

@@ -9,8 +9,10 @@
 
 #include <algorithm>
 #include <unordered_map>
+#include <utility>
 
 #include "lockstep/base/str.h"
+#include "lockstep/comm/agreement.h"
 #include "lockstep/comm/call_label.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/objects.h"
@@ -92,7 +94,17 @@ void check_order(const std::vector<std::vector<std::string>>& by_rank, const std
 void ZeroOptimizer::compare_once() {
   // Without a division it does not matter, and nothing else of a step is collective.
   if (!must_compare_ || group_->getSize() == 1 || options_.stage == ZeroStage::kReplicated) return;
-  const LabelScope label({"ZeRO's comparison of parameters and loaded state"});
+  constexpr char kWhat[] = "ZeRO's comparison of parameters and loaded state";
+  // In the first step all ranks compare; later some may have no reason to, and step.
+  if (std::exchange(has_compared_, true)) {
+    announce_if_throws([&] {
+      const auto elsewhere = meet(kWhat, group_);
+      TORCH_CHECK(elsewhere.empty(), who(),
+                  ": since the last step state was loaded or a group was added on this rank, ", "but ", elsewhere,
+                  ". Do both on all ranks, or on none.");
+    });
+  }
+  const LabelScope label({kWhat});
   auto facts = detail::facts_of(parameter_groups());
   facts.emplace_back("how often state was loaded", str(loads_));
   facts.emplace_back("the state loaded last", loaded_);

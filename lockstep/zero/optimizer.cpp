@@ -61,7 +61,8 @@ ZeroOptimizer::ZeroOptimizer(const Groups& groups, LocalOptimizerType type, Zero
       options_(with_partition(std::move(options))),
       group_(group_of(options_, groups)),
       // There DDP's buckets say who has what.
-      must_compare_(!options_.overlap_with_ddp) {
+      must_compare_(!options_.overlap_with_ddp),
+      has_compared_(options_.overlap_with_ddp) {
   check_arguments(groups);
   for (const auto& group : groups) append_group(group);
   default_device_ = all_parameters().front().device();

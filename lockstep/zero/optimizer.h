@@ -197,6 +197,7 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Sh
   JoinProgress join_progress_;
   bool is_scatter_set_ = false;  // with sharded gradients
   bool must_compare_;
+  bool has_compared_ = false;
   int64_t loads_ = 0;            // of state
   std::string loaded_ = "none";  // the last one, for comparison
 };

@@ -149,7 +149,9 @@ void ZeroOverlap::step_shard(std::size_t bucket_index, bool has_unused) {
   const auto place = info_.offsets.find(bucket_index);
   TORCH_CHECK(place != info_.offsets.end(), who(), ": bucket ", bucket_index, " was not assigned to this rank");
   auto& bucket = info_.bucket_index_to_bucket.at(bucket_index);
-  bucket.set_buffer(tensor_of(*info_.bucket_index_to_future.at(bucket_index)));
+  auto& future = *info_.bucket_index_to_future.at(bucket_index);
+  detail::wait_for(future, zero_->group_, "the hook inside of ZeRO's");
+  bucket.set_buffer(tensor_of(future));
   const auto& shard = info_.assignments_per_rank[zero_->group_->getRank()].at(bucket_index);
   const auto reduced = bucket.gradients();
   std::vector<at::Tensor> gradients(local_->parameters().size());

@@ -41,7 +41,9 @@ LOCKSTEP_THREAD_TEST(DdpCommHook, SeesGradientsAsTheBucketHoldsThem, 2) {
     return completed_future(bucket.buffer());
   });
   for (int step = 0; step < 3; ++step) {
-    if (step == 1) weight.set_data(weight.detach().t().contiguous().t());
+    // Before the second step the buckets are made anew.
+    if (step == 0) weight.set_data(weight.detach().t().contiguous().t());
+    if (step == 2) weight.set_data(weight.detach().contiguous());
     zero_grads(ddp);
     ddp(input_of(world)).sum().backward();
     EXPECT_TRUE(at::equal(weight.grad(), factor * (world.rank() + 1))) << step;

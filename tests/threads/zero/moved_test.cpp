@@ -174,7 +174,7 @@ TEST(ZeroMoved, LargeParametersMayLieOtherwiseOnSomeRanks) {
           expect_same(parameters, expected, std::to_string(step), {1e-6});
         }
       },
-      {1, 2, 3}, {"threads", "gloo"});
+      {2, 3}, {"threads"});
 }
 
 // Z-1: where the step is part of backward
