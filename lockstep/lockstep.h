@@ -17,6 +17,7 @@
 #include "lockstep/ddp/power_sgd.h"
 #include "lockstep/ddp/quantization_hooks.h"
 #include "lockstep/ddp/sync_batch_norm.h"
+#include "lockstep/fsdp/fully_shard.h"
 #include "lockstep/intercept/deferred_init.h"
 #include "lockstep/intercept/operator_counter.h"
 #include "lockstep/join/join.h"

@@ -8,6 +8,7 @@
 
 #include "lockstep/base/str.h"
 #include "lockstep/ddp/sync_batch_norm.h"
+#include "lockstep/shard/layout_of.h"
 
 namespace lockstep::detail {
 namespace {
@@ -51,6 +52,12 @@ ModuleTraits check_module(const torch::nn::Module& module, const DdpOptions& opt
   for (const auto& [name, tensor] : reduced) {
     TORCH_CHECK(!tensor.requires_grad() || tensor.sizes() != at::IntArrayRef({0}), "[lockstep/ddp] parameter '", name,
                 "' has no shape yet. Run a forward pass that gives it one before you wrap the module.");
+  }
+  for (const auto& [name, tensor] : all) {
+    const auto cut = layout_of(tensor);
+    TORCH_CHECK(!cut || cut->is_replicated(), "[lockstep/ddp] parameter '", name, "' is a shard (", *cut,
+                "), and every rank has another one: they cannot be averaged. Sharded modules reduce their gradients ",
+                "themselves; leave DistributedDataParallel out.");
   }
   std::set<std::string> types;
   for (const auto& [name, tensor] : all) types.insert(c10::DeviceTypeName(tensor.device().type(), true));

@@ -228,6 +228,16 @@ void scale_to_norm_(const std::vector<at::Tensor>& gradients, double max_norm, c
 }
 
 at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm, const NormOptions& options) {
+  auto shards = shards_by_layout(parameters);
+  if (shards.size() > 1) {
+    // Others' parts of these count too.
+    if (shards.front().gradients.empty()) shards.erase(shards.begin());
+    auto of_shards = options;
+    of_shards.device = parameters.front().device();
+    const auto norm = get_total_norm_of_shards(shards, of_shards);
+    scale_to_norm_(all_of(shards), max_norm, norm, options.foreach);
+    return norm;
+  }
   const auto norm = get_total_norm(gradients_of(parameters), options);
   clip_grads_with_norm_(parameters, max_norm, norm, options.foreach);
   return norm;

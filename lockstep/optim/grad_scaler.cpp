@@ -20,13 +20,11 @@ namespace {
 
 std::vector<GradientShard> gradients_of(torch::optim::Optimizer& optimizer) {
   if (auto* sharded = dynamic_cast<ShardedGradients*>(&optimizer)) return sharded->own_gradients();
-  std::vector<at::Tensor> gradients;
+  std::vector<at::Tensor> parameters;
   for (const auto& group : optimizer.param_groups()) {
-    for (const auto& parameter : group.params()) {
-      if (parameter.grad().defined()) gradients.push_back(parameter.grad());
-    }
+    parameters.insert(parameters.end(), group.params().begin(), group.params().end());
   }
-  return {{.gradients = std::move(gradients)}};
+  return shards_by_layout(parameters);
 }
 
 }  // namespace

@@ -42,6 +42,11 @@ class ShardedGradients {
   virtual c10::Device gradient_device() const = 0;
 };
 
+/// The gradients of parameters that carry a layout (shard/layout_of.h), by the groups that divide them; those of others
+/// come first, as one shard without groups. Each parameter once. The same shards on all ranks, also where there is no
+/// gradient.
+std::vector<GradientShard> shards_by_layout(const std::vector<at::Tensor>& parameters);
+
 /// What is in .grad where this rank has a part of a gradient only, which its optimizer keeps elsewhere: a tensor with
 /// the gradient's sizes and without memory, that answers for itself. So those who know nothing of shards either do
 /// right by them or are told: zero_grad() of a module or of torch::optim::Optimizer, torch::nn::utils, a program's own

@@ -7,6 +7,7 @@
 
 #include "lockstep/base/str.h"
 #include "lockstep/comm/call.h"
+#include "lockstep/shard/layout_of.h"
 
 namespace lockstep::detail {
 namespace {
@@ -47,6 +48,9 @@ void check_parameters(const ParameterGroups& groups, const std::string& who) {
       TORCH_CHECK(parameter.defined(), who, ": ", here, " is undefined");
       TORCH_CHECK(parameter.is_leaf(), who, ": ", here, " is not a leaf: it was computed from other tensors, ",
                   "so it has no gradient of its own. Pass the tensors it was computed from.");
+      const auto cut = layout_of(parameter);
+      TORCH_CHECK(!cut || cut->is_replicated(), who, ": ", here, " is a shard already (", *cut, "). Its state is as ",
+                  "small as it is: use an ordinary optimizer.");
       if (first == nullptr) {
         TORCH_CHECK(parameter.layout() == at::kStrided, who, ": ", here, " is ", type_text(parameter),
                     ". All parameters must be of one dense type.");

@@ -1,0 +1,121 @@
+// Fully sharded data parallel: parameters, gradients and optimizer state are divided among the ranks, and a part of the
+// model is whole only while it computes. Works on modules as they are, libtorch's own included:
+//
+//   for (auto& block : *model->blocks) lockstep::fully_shard(*block);   // inner units first
+//   lockstep::fully_shard(*model);                                      // what is left
+//   lockstep::optim::AdamW optimizer(model->parameters(), 1e-3);        // after sharding: these are shards
+//   ...
+//   model->forward(x).mean().backward();
+//   optimizer.step();
+//
+// The first operator that touches a parameter gathers its unit; docs/fsdp.md walks through a step.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/fsdp/options.h"
+
+namespace torch::nn {
+class Module;
+}
+namespace torch::optim {
+class Optimizer;
+}
+
+namespace lockstep {
+
+namespace detail {
+class Unit;
+}
+
+/// While it lives, whole parameters may be read and written by the program. Between steps, one at a time.
+class SummonGuard {
+ public:
+  SummonGuard(std::vector<std::shared_ptr<detail::Unit>> units, bool writeback);
+  ~SummonGuard();
+  SummonGuard(SummonGuard&&) noexcept = default;
+  SummonGuard& operator=(SummonGuard&&) = delete;
+
+ private:
+  std::vector<std::shared_ptr<detail::Unit>> units_;
+  bool writeback_;
+};
+
+struct SummonOptions {
+  bool recurse = true;
+  bool writeback = true;  // this rank's part of what was written is kept; of equal writes on all ranks, all
+};
+
+/// While it lives, backwards keep gradients whole on every rank and add them up; the first one after it reduces the
+/// sum.
+class FsdpNoSync {
+ public:
+  explicit FsdpNoSync(std::shared_ptr<detail::Unit> root);
+  ~FsdpNoSync();
+  FsdpNoSync(const FsdpNoSync&) = delete;
+  FsdpNoSync& operator=(const FsdpNoSync&) = delete;
+
+ private:
+  std::shared_ptr<detail::Unit> root_;
+};
+
+/// A handle to a unit. Copies are handles to the same unit, which lives as long as its module's parameters.
+class FsdpUnit {
+ public:
+  explicit FsdpUnit(std::shared_ptr<detail::Unit> unit) : unit_(std::move(unit)) {}
+
+  /// The dotted name by which the root's module knows this one's; empty for a root.
+  const std::string& name() const;
+  const FullyShardOptions& options() const;
+  bool is_root() const;
+  /// Names of the parameters it holds, as its module knows them.
+  std::vector<std::string> parameter_names() const;
+
+  /// Gathers the unit before it is needed. Collective. With `async` it returns at once, and the first operator waits.
+  void unshard(bool async = false);
+  /// Frees it. Local.
+  void reshard();
+
+  void set_requires_gradient_sync(bool requires_gradient_sync, bool recurse = true);
+  void set_reshard_after_forward(bool reshard_after_forward, bool recurse = true);
+  void set_reshard_after_backward(bool reshard_after_backward, bool recurse = true);
+  /// Gradients are summed and divided by this instead of by the number of ranks.
+  void set_gradient_divide_factor(double factor);
+  /// Root only, between steps.
+  [[nodiscard]] FsdpNoSync no_sync();
+
+  /// After a forward or backward that threw: drops what that step has left behind. Root only. A step that begins after
+  /// a backward that threw does it by itself.
+  void reset_iter_state();
+
+  [[nodiscard]] SummonGuard summon_full_params(const SummonOptions& options = {});
+
+  /// Scales the gradients of all shards in place so that their norm, over all ranks, is at most `max_norm`; returns the
+  /// norm before. Collective. Root only.
+  at::Tensor clip_grad_norm_(double max_norm, double norm_type = 2.0);
+
+ private:
+  std::shared_ptr<detail::Unit> unit_;
+};
+
+/// Shards the parameters below `module` that no other unit holds and no one ignores. Collective over the mesh the first
+/// time it needs a group; units inside of others are made first. `module` must be held by a shared_ptr or a holder.
+FsdpUnit fully_shard(torch::nn::Module& module, const FullyShardOptions& options = {});
+template <class Holder>
+  requires requires(Holder& holder) { *holder; }
+FsdpUnit fully_shard(Holder module, const FullyShardOptions& options = {}) {
+  return fully_shard(*module, options);
+}
+
+/// The unit that `module` is; none if it is not one.
+std::optional<FsdpUnit> unit_of(const torch::nn::Module& module);
+
+/// Throws if the optimizer holds a parameter as it was before sharding, which no step would reach; names it.
+void check_optimizer(const torch::nn::Module& module, const torch::optim::Optimizer& optimizer);
+
+}  // namespace lockstep

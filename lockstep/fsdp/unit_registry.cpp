@@ -1,0 +1,41 @@
+#include "lockstep/fsdp/unit_registry.h"
+
+#include <mutex>
+#include <unordered_map>
+
+namespace lockstep::detail {
+namespace {
+
+struct Registered {
+  std::weak_ptr<torch::nn::Module> module;
+  std::weak_ptr<Unit> unit;
+};
+
+struct UnitRegistry {
+  std::mutex mutex;  // guards units
+  std::unordered_map<const torch::nn::Module*, Registered> units;
+};
+
+UnitRegistry& unit_registry() {
+  static auto* instance = new UnitRegistry;  // modules may outlive what is destroyed at exit
+  return *instance;
+}
+
+}  // namespace
+
+void register_unit(const std::shared_ptr<torch::nn::Module>& module, const UnitPtr& unit) {
+  auto& registry = unit_registry();
+  const std::lock_guard lock(registry.mutex);
+  std::erase_if(registry.units, [](const auto& item) { return item.second.module.expired(); });
+  registry.units[module.get()] = {module, unit};
+}
+
+UnitPtr find_unit(const torch::nn::Module& module) {
+  auto& registry = unit_registry();
+  const std::lock_guard lock(registry.mutex);
+  const auto found = registry.units.find(&module);
+  if (found == registry.units.end() || found->second.module.expired()) return nullptr;
+  return found->second.unit.lock();
+}
+
+}  // namespace lockstep::detail

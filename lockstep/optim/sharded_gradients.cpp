@@ -1,0 +1,40 @@
+#include "lockstep/optim/sharded_gradients.h"
+
+#include <algorithm>
+#include <unordered_set>
+
+#include "lockstep/shard/layout_of.h"
+
+namespace lockstep {
+namespace {
+
+std::vector<GroupPtr> dividing_groups(const at::Tensor& parameter) {
+  std::vector<GroupPtr> groups;
+  const auto layout = layout_of(parameter);
+  if (!layout) return groups;
+  const auto& mesh = layout->mesh();
+  for (int64_t axis = 0; axis < mesh.ndim(); ++axis) {
+    const auto& placement = layout->placements()[static_cast<std::size_t>(axis)];
+    if (sharded_dim(placement) && mesh.size(axis) > 1) groups.push_back(mesh.get_group(axis));
+  }
+  return groups;
+}
+
+}  // namespace
+
+std::vector<GradientShard> shards_by_layout(const std::vector<at::Tensor>& parameters) {
+  std::vector<GradientShard> shards(1);
+  std::unordered_set<const void*> seen;
+  for (const auto& parameter : parameters) {
+    if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
+    auto groups = dividing_groups(parameter);
+    auto found = std::find_if(shards.begin(), shards.end(), [&](const auto& each) { return each.groups == groups; });
+    if (found == shards.end()) found = shards.insert(found, GradientShard{.groups = std::move(groups)});
+    const auto& gradient = parameter.grad();
+    // An empty part has no largest element.
+    if (gradient.defined() && gradient.numel() > 0) found->gradients.push_back(gradient);
+  }
+  return shards;
+}
+
+}  // namespace lockstep
