@@ -76,6 +76,11 @@ void work_until_a_peer_is_gone(int rank, unsigned seed, const std::string& path)
                                  [&](const std::string& word) { return agree_by_file(path, rank, word, 2s); });
   Collectives collectives(team);
   const auto messages = std::make_shared<Messages>(team);
+  if (env("LOCKSTEP_TEST_FORKS") && ::fork() == 0) {
+    // What a data loader does: a child that has copies of all descriptors and outlives its parent by far.
+    ::sleep(60);
+    std::_Exit(0);
+  }
   std::ofstream(path + ".made" + std::to_string(rank));
   if (env("LOCKSTEP_TEST_CHILD_LEAVES") && ::fork() == 0) {
     // A child that takes its copy of everything down must not speak for its parent.
@@ -119,11 +124,6 @@ void work_until_a_peer_is_gone(int rank, unsigned seed, const std::string& path)
 /// The body of a rank process; not a test by itself.
 TEST(Victim, DISABLED_Rank) {
   const int rank = std::stoi(*env("LOCKSTEP_TEST_RANK"));
-  if (env("LOCKSTEP_TEST_FORKS") && ::fork() == 0) {
-    // What a data loader does: a child that outlives its parent by far.
-    ::sleep(60);
-    std::_Exit(0);
-  }
   try {
     work_until_a_peer_is_gone(rank, static_cast<unsigned>(std::stoul(*env("LOCKSTEP_TEST_SEED"))),
                               *env("LOCKSTEP_TEST_MEETING"));
