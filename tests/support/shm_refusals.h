@@ -3,6 +3,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <any>
 
 #include <thread>
 
@@ -212,7 +213,7 @@ inline void check_timeout_of_call(const World& world) {
 }
 
 /// `keep` is given the group before rank 2 drops it.
-inline void check_rank_that_leaves(const World& world, const std::function<at::Tensor(const GroupPtr&)>& keep) {
+inline void check_rank_that_leaves(const World& world, const std::function<std::any(const GroupPtr&)>& keep) {
   auto group = new_group(world.group(), all_ranks(world), {.timeout = 8s, .name = "left"});
   expect_works(group);
   const auto kept = keep(group);

@@ -112,6 +112,18 @@ TEST(ShmAbsence, OfARankThatLeftButKeptATensorIsNamed) {
   });
 }
 
+// A call that nobody has collected keeps what it ran on.
+TEST(ShmAbsence, OfARankThatLeftButKeptAWorkIsNamed) {
+  run(4, [](const World& world) {
+    shm_refusals::check_rank_that_leaves(world, [](const GroupPtr& group) {
+      std::vector<at::Tensor> tensors = {at::ones({4})};
+      const auto work = group->getBackend(at::kCPU)->allreduce(tensors);
+      work->wait();
+      return work;
+    });
+  });
+}
+
 /// Survivors end with this once they were told; the victim ends with it or by a signal.
 constexpr int kSawIt = 42;
 
@@ -175,6 +187,18 @@ std::string refusal_of(const GroupPtr& group, std::size_t bytes) {
     return error.what_without_backtrace();
   }
   return "it was given";
+}
+
+TEST(ShmMemory, OfATensorThatGrowsAfterThePoolIsGoneIsOrdinary) {
+  testing::run_processes_in_gtest({.world_size = 2, .backend = "gloo"}, [](const World& world) {
+    auto group = new_group(world.group(), {0, 1}, {.backend = "shm"});
+    const auto tensor = group->getBackend(at::kCPU)->allocateTensor(0, at::kFloat);
+    barrier(group);
+    group.reset();
+    tensor.resize_({100'000}).fill_(1);
+    all_reduce(tensor, world.group());
+    EXPECT_EQ(tensor[99'999].item<float>(), 2);
+  });
 }
 
 TEST(ShmMemory, OutOfItIsAClearError) {

@@ -68,6 +68,36 @@ TEST_P(FailureNotice, OfALoneRankDoesNothing) {
   });
 }
 
+TEST_P(FailureNotice, OfARefusalThatAllShareLeavesTheGroupAsItIs) {
+  testing::run_threads_in_gtest({.world_size = 3, .backend = GetParam()}, [](const World& world) {
+    const auto group = new_group(world.group(), {0, 1, 2});
+    for (int time = 0; time < 2; ++time) {
+      announce_refusal(group, boom("bad batch"));
+      auto sum = at::ones({1});
+      all_reduce(sum, group);
+      EXPECT_EQ(sum.item<float>(), 3);
+    }
+    // The others did not notice, and wait.
+    if (world.rank() == 1) announce_refusal(group, boom("bad batch"));
+    EXPECT_THAT(error_of([&] { all_reduce(at::ones({1}), group); }),
+                HasSubstr("rank 1 left by an exception: bad batch"));
+    barrier(world.group());
+  });
+}
+
+TEST(ShmFailureNotice, IsNotHiddenByARankThatThenAborts) {
+  testing::run_threads_in_gtest({.world_size = 3, .backend = "shm"}, [](const World& world) {
+    const auto group = new_group(world.group(), {0, 1, 2});
+    if (world.rank() == 1) announce_failure(group, boom("out of paper"));
+    barrier(world.group());
+    if (world.rank() == 0) group->getBackend(at::kCPU)->abort();
+    barrier(world.group());
+    EXPECT_THAT(error_of([&] { all_reduce(at::ones({2}), group); }),
+                HasSubstr("rank 1 left by an exception: out of paper"));
+    barrier(world.group());
+  });
+}
+
 TEST(ShmFailureNotice, IsNotHiddenByARankThatThenDestroysTheGroup) {
   testing::run_threads_in_gtest({.world_size = 3, .backend = "shm"}, [](const World& world) {
     auto group = new_group(world.group(), {0, 1, 2}, {.name = "doomed"});

@@ -2,6 +2,7 @@
 #include "lockstep/intercept/deferred_init.h"
 
 #include <fstream>
+#include <thread>
 
 #include "lockstep/intercept/operator_counter.h"
 #include "lockstep/testing/memory_probe.h"
@@ -196,6 +197,17 @@ TEST(DeferredInit, RemembersTheDefaultDtypeOfThen) {
   torch::set_default_dtype(caffe2::TypeMeta::Make<float>());
   materialize_module(*module);
   EXPECT_EQ(module->parameters()[0].scalar_type(), torch::kDouble);
+  // Numbers of another dtype are other numbers.
+  const auto draw = [] {
+    torch::manual_seed(kSeed);
+    return torch::randn({5});
+  };
+  torch::set_default_dtype(caffe2::TypeMeta::Make<double>());
+  const auto expected = draw();
+  const auto drawn = deferred_init(draw);
+  torch::set_default_dtype(caffe2::TypeMeta::Make<float>());
+  materialize_tensor(drawn);
+  EXPECT_TRUE(at::equal(drawn, expected));
 }
 
 TEST(DeferredInit, FollowsSeedsSetMeanwhileAndGeneratorsOfTheProgram) {
@@ -215,6 +227,39 @@ TEST(DeferredInit, FollowsSeedsSetMeanwhileAndGeneratorsOfTheProgram) {
   const auto module = build_deferred(build);
   materialize_module(*module);
   EXPECT_TRUE(at::equal(module->parameters()[0], module->parameters()[1]));
+}
+
+TEST(DeferredInit, DrawsAlsoWhatIsThrownAwayAtTheEnd) {
+  check([] {
+    auto module = std::make_shared<torch::nn::Module>();
+    module->register_parameter("kept", torch::randn({4}));
+    torch::rand({100});
+    return module;
+  });
+}
+
+TEST(DeferredInit, LeavesAGeneratorThatTheBuildSeededLast) {
+  const Build build = [] {
+    auto module = std::make_shared<torch::nn::Module>();
+    module->register_parameter("drawn", torch::randn({4}));
+    torch::manual_seed(5);
+    return module;
+  };
+  check(build);
+  torch::manual_seed(5);
+  const auto expected = torch::rand({3});
+  const auto module = build_deferred(build);
+  EXPECT_TRUE(at::equal(torch::rand({3}), expected));
+}
+
+TEST(DeferredInit, OfTwoSeedsLeavesTheGeneratorWithDifferentNumbers) {
+  const auto build = making<torch::nn::Linear>(3, 2);
+  torch::manual_seed(1);
+  const auto one = deferred_init(build);
+  const auto after_one = torch::rand({3});
+  torch::manual_seed(2);
+  const auto other = deferred_init(build);
+  EXPECT_FALSE(at::equal(torch::rand({3}), after_one));
 }
 
 TEST(DeferredInit, LeavesTheGeneratorAloneIfItWasUsedSince) {
@@ -332,6 +377,21 @@ TEST(DeferredInit, ScopesNestAndEndByExceptions) {
   const auto module = build_deferred([] { return deferred_init(making<torch::nn::Linear>(3, 2)); });
   materialize_module(*module);
   expect_same(*module, *ordinary.module);
+  // The inner one is part of the outer one, before and after which others draw.
+  const auto around = [](const Build& inner) -> Build {
+    return [inner] {
+      auto outer = std::make_shared<torch::nn::Module>();
+      outer->register_parameter("before", torch::randn({3}));
+      outer->register_module("inner", inner());
+      outer->register_parameter("after", torch::randn({3}));
+      return outer;
+    };
+  };
+  const auto linear = making<torch::nn::Linear>(3, 2);
+  const auto whole = build_ordinary(around(linear));
+  const auto nested = build_deferred(around([&] { return deferred_init(linear); }));
+  materialize_module(*nested);
+  expect_same(*nested, *whole.module);
 }
 
 TEST(DeferredInit, IsCountedByACounterInside) {
@@ -389,6 +449,17 @@ TEST(DeferredInit, NamesWhatCannotBeDeferred) {
                 materialize_module(*late);
               }),
               HasSubstr("before it had memory"));
+  EXPECT_THAT(inside([] { materialize_tensor(torch::ones({3})); }), HasSubstr("is still open"));
+  const auto computed = deferred_init([] { return torch::ones({3}, torch::requires_grad()) * 2; });
+  EXPECT_THAT(message_of([&] { materialize_tensor(computed); }), HasSubstr("with gradients on"));
+  torch::manual_seed(kSeed);
+  EXPECT_THAT(inside([&] {
+                torch::rand({2});
+                std::string of_other;
+                std::thread([&] { of_other = inside([] { torch::rand({2}); }); }).join();
+                TORCH_CHECK(false, of_other);
+              }),
+              HasSubstr("another thread is inside of a deferred build"));
   EXPECT_THAT(message_of([] { const DeferredInitScope scope({.device = at::kMeta}); }), HasSubstr("meta has none"));
 }
 

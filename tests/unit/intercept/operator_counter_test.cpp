@@ -52,12 +52,15 @@ TEST(OperatorCounter, CountsConvolutionsAndTheirBackward) {
   const auto forward = 2 * 2 * 8 * 8 * 4 * 3 * 9;
   EXPECT_EQ(counted([&] { at::conv2d(x, w, {}, 1, 1); }).flops, forward);
   EXPECT_EQ(counted([&] { at::conv2d(x, w, {}, 2, 1); }).flops, forward / 4);
+  EXPECT_EQ(counted([&] { at::conv2d(x, w, {}, {2, 1}, {1, 1}); }).flops, forward / 2);
   EXPECT_EQ(counted([&] { at::conv2d(x, w, {}, 1, 1).sum().backward(); }).flops, 3 * forward);
   const auto only_weight = x.detach();
   EXPECT_EQ(counted([&] { at::conv2d(only_weight, w, {}, 1, 1).sum().backward(); }).flops, 2 * forward);
   // Two groups: each output sees half of the inputs.
   EXPECT_EQ(counted([&] { at::conv2d(torch::ones({2, 6, 8, 8}), w, {}, 1, 1, 1, 2); }).flops, forward);
   EXPECT_EQ(counted([&] { at::conv_transpose2d(torch::ones({2, 4, 8, 8}), w); }).flops, forward);
+  const auto y = torch::ones({2, 4, 8, 8}, torch::requires_grad());
+  EXPECT_EQ(counted([&] { at::conv_transpose2d(y, w, {}, 2).sum().backward(); }).flops, 3 * forward);
 }
 
 TEST(OperatorCounter, CountsAttentionAndItsBackward) {

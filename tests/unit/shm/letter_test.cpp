@@ -8,9 +8,15 @@
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <array>
+#include <cstring>
+#include <thread>
+
+#include "lockstep/shm/errors.h"
+#include "lockstep/shm/team.h"
 
 namespace lockstep::shm {
 namespace {
@@ -114,6 +120,45 @@ TEST_F(Letters, OfStrangersAreNone) {
   Letter letter;
   EXPECT_FALSE(receive_letter(theirs_.get(), letter));
   EXPECT_EQ(count_open(), 3);
+}
+
+TEST_F(Letters, OfAnotherBuildAreRefused) {
+  ASSERT_TRUE(send_letter(mine_.get(), {.topic = Topic::kHello, .rank = 1, .size = 2}));
+  std::array<char, 256> bytes = {};
+  const auto count = ::recv(theirs_.get(), bytes.data(), bytes.size(), 0);
+  ASSERT_GT(count, 16);
+  bytes[8] = static_cast<char>(bytes[8] ^ 1);  // of the hash of sizes, behind the magic number
+  ASSERT_EQ(::send(mine_.get(), bytes.data(), static_cast<std::size_t>(count), 0), count);
+  Letter letter;
+  EXPECT_THROW(receive_letter(theirs_.get(), letter), Refusal);
+}
+
+/// A rank is an index to whoever reads it.
+TEST(Meeting, RefusesLettersFromRanksThereAreNot) {
+  const std::string name = "lockstep-letter-test-" + std::to_string(::getpid());
+  sockaddr_un address = {};
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path + 1, name.data(), name.size());
+  const UniqueFd door(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  ASSERT_EQ(::bind(door.get(), reinterpret_cast<const sockaddr*>(&address), length), 0);
+  ASSERT_EQ(::listen(door.get(), 1), 0);
+  std::thread host([&] {
+    const UniqueFd socket(::accept(door.get(), nullptr, nullptr));
+    Letter hello;
+    receive_letter(socket.get(), hello);
+    std::string table(2 * sizeof(ProcessId), '\1');
+    send_letter(socket.get(), {.topic = Topic::kTable, .rank = 2, .size = 2, .body = std::move(table)});
+  });
+  std::string message;
+  try {
+    Team::of_processes({.rank = 1, .size = 2, .timeout = std::chrono::seconds(10)},
+                       [&](const std::string&) { return name; });
+  } catch (const PeerError& error) {
+    message = error.what();
+  }
+  host.join();
+  EXPECT_THAT(message, HasSubstr("rank 0 does not keep to the protocol"));
 }
 
 }  // namespace

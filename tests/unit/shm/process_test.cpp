@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "lockstep/shm/errors.h"
+#include "lockstep/shm/lifeline.h"
 #include "lockstep/shm/team.h"
 
 namespace lockstep::shm {
@@ -80,6 +81,23 @@ TEST(OwnProcess, BelongsToNoForkedChild) {
   EXPECT_EQ(WEXITSTATUS(status), 42);
   EXPECT_EQ(OwnProcess::get(1), own);
   EXPECT_EQ(own->pool().used(), kMiB);
+}
+
+/// One that a forked child could not close would keep a dead rank looking alive.
+TEST(Lifelines, AreRefusedOnceThereIsNoPlaceToKeepThem) {
+  std::vector<std::pair<UniqueFd, UniqueFd>> made;
+  std::string message;
+  while (message.empty() && made.size() < 100) {
+    try {
+      made.push_back(make_lifeline());
+    } catch (const MemoryError& error) {
+      message = error.what();
+    }
+  }
+  EXPECT_THAT(message, ::testing::HasSubstr("lifelines, and there are no more"));
+  for (const auto& each : made) forget_lifeline(each.first.get());
+  const auto next = make_lifeline();
+  forget_lifeline(next.first.get());
 }
 
 TEST(PeerProcess, IsMappedOnce) {
