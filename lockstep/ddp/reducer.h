@@ -201,6 +201,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     std::vector<detail::PassPtr> passes = {};
     std::size_t passes_in_step = 0;
     std::vector<std::size_t> held = {};  // gradients that came while it went through no synced pass
+    int task = -1;                       // autograd's number of it
+    int abandoned = -1;                  // that of an earlier one, which a step of another thread has ended
   };
 
   // All with the lock held. See reducer_runs.cpp.

@@ -12,6 +12,7 @@
 #include <iterator>
 #include <utility>
 
+#include "lockstep/base/str.h"
 #include "lockstep/ddp/reducer.h"
 
 namespace lockstep {
@@ -33,8 +34,16 @@ thread_local ReachedReducers reached_reducers;
 void Reducer::begin_run() {
   if (run_.is_open && !run_.is_alive.expired()) return;
   forget_failed_run();
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (task == run_.abandoned) {
+    setup_.fail(
+        str(setup_.who(), ": while this backward ran, another thread has begun a step with the same wrapper, ",
+            "and what was reduced of this one is forgotten. Run forwards with gradients before or after it; an ",
+            "evaluation under torch::NoGradGuard may run meanwhile."));
+  }
   const auto alive = std::make_shared<const bool>(true);
   run_.is_open = true;
+  run_.task = task;
   run_.is_alive = alive;
   torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this(), alive] {
     const auto reducer = self.lock();
@@ -59,7 +68,8 @@ void Reducer::forget_failed_run() {
   if (!run_.is_open) return;
   const bool is_in_backward = torch::autograd::get_current_graph_task_id() >= 0;
   if (is_in_backward && !run_.is_alive.expired()) return;
-  run_ = {};
+  // It may go on, on another thread, and must not reduce the rest as if it were all.
+  run_ = Run{.abandoned = run_.is_alive.expired() ? -1 : run_.task};
   static_graph_.give_up();
   if (step_.has_begun) give_up();
 }

@@ -257,5 +257,30 @@ LOCKSTEP_THREAD_TEST(DdpSeveralForwards, OneOnAnotherThreadLeavesARunningBackwar
   EXPECT_EQ(evaluations, 3);
 }
 
+// One with gradients begins a step of its own, so the backward is refused instead of averaged in part, and can be
+// repeated.
+LOCKSTEP_THREAD_TEST(DdpSeveralForwards, OneWithGradientsOnAnotherThreadIsRefused, 2) {
+  const auto batch = random_batch(8, 4, 1);
+  auto reference = mlp({4, 3, 3, 2});
+  reference->forward(batch).pow(2).mean().backward();
+  DistributedDataParallel ddp(mlp({4, 3, 3, 2}), world.group());
+  bool interferes = false;
+  ddp.module()->layers[1]->weight.register_hook([&](const at::Tensor& gradient) {
+    if (interferes) std::thread([&] { ddp(batch); }).join();
+    return gradient;
+  });
+  for (int step = 0; step < 4; ++step) {
+    zero_grads(ddp);
+    interferes = step == 2;
+    const auto run = [&] { ddp(my_rows(batch, world)).pow(2).mean().backward(); };
+    if (interferes) {
+      expect_error(run, {"another thread", "NoGradGuard"});
+    } else {
+      run();
+      expect_close(gradients_of(ddp), gradients_of(*reference));
+    }
+  }
+}
+
 }  // namespace
 }  // namespace lockstep::several_forwards_test
