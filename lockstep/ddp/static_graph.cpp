@@ -17,8 +17,6 @@ std::vector<std::size_t> StaticGraph::unused() const {
 }
 
 void StaticGraph::begin_backward() {
-  // One that did not reach its end has counted in vain.
-  if (is_counting()) std::fill(firings_.begin(), firings_.end(), 0);
   left_ = firings_;
   shares_marks_now_ = false;
 }

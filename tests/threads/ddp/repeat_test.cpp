@@ -319,16 +319,46 @@ LOCKSTEP_THREAD_TEST(DdpRepeat, AHooksBucketOutlivesAStepThatFailed, 2) {
   use_a_bucket_per_layer(ddp);
   auto late = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
   std::size_t seen = 0;
+  std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> buffer;
   ddp.register_comm_hook([&](GradBucket& bucket) {
     TORCH_CHECK(bucket.index() == 0, "no further");
+    buffer.emplace(bucket.buffer().getIntrusivePtr());
     return then(late, [&bucket, &seen](const at::Tensor& tensor) {
       seen = bucket.parameters().size();
       return tensor;
     });
   });
   expect_error([&] { ddp(random_batch(2, kSizes[0], 1)).sum().backward(); }, {"no further"});
+  EXPECT_TRUE(buffer->lock()) << "the bucket that the hook was given is gone, and its buffer with it";
   late->markCompleted(c10::IValue(at::zeros({1})));
   EXPECT_EQ(seen, 2U);
+}
+
+// D-12: what was launched may still be written to, by other ranks or by a hook.
+LOCKSTEP_THREAD_TEST(DdpRepeat, BuffersOfAStepThatFailedAreNotUsedAgain, 2) {
+  const auto expected = trained_without_failure(world, {});
+  DistributedDataParallel ddp(mlp(kSizes), world.group());
+  use_a_bucket_per_layer(ddp);
+  const auto never = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+  bool fails = false;
+  at::Tensor under_way;
+  ddp.register_comm_hook([&](GradBucket& bucket) -> FuturePtr {
+    if (fails) {
+      TORCH_CHECK(bucket.index() == 0, "no further");
+      under_way = bucket.buffer();
+      return never;
+    }
+    if (under_way.defined()) under_way.fill_(1e6);
+    bucket.buffer().div_(world.world_size());
+    return all_reduce_future(bucket.buffer(), world.group());
+  });
+  const auto actual = train(ddp, world, [&](int step, const auto& run) {
+    fails = step == 2;
+    if (fails) expect_error(run, {"no further"});
+    fails = false;
+    run();
+  });
+  expect_equal(actual, expected);
 }
 
 // D-10: programs that go on without a dead peer tell it by the type, also behind a hook.

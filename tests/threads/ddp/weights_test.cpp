@@ -187,6 +187,29 @@ LOCKSTEP_THREAD_TEST(DdpWeights, OfABackwardThatThrowsAreForgotten, 2) {
   }
 }
 
+// one that throws before its first gradient leaves the weights of those before it, and adds none.
+LOCKSTEP_THREAD_TEST(DdpWeights, OfAnAccumulationOutlastABackwardThatThrows, 2) {
+  for (const bool is_local : {false, true}) {
+    DistributedDataParallel ddp(mlp(kSizes), world.group());
+    const auto fail = [&] {
+      expect_error([&] { ddp.backward(at::ones({}), 100.0 + world.rank()); }, {"does not require grad"});
+    };
+    for (int step = 0; step < 2; ++step) {
+      const Samples samples(world, step);
+      zero_grads(ddp);
+      {
+        const auto guard = ddp.no_sync();
+        ddp.backward(loss_of(ddp(samples.first)), 1);
+        if (is_local) fail();
+      }
+      const auto output = ddp(samples.rest);
+      if (!is_local) fail();
+      ddp.backward(loss_of(output), samples_in(samples.rest));
+      expect_close(gradients_of(ddp), mean_over(samples.all));
+    }
+  }
+}
+
 // Averages of an earlier backward are as they were.
 LOCKSTEP_THREAD_TEST(DdpWeights, OfABackwardThatThrowsLeaveAveragesAlone, 2) {
   DistributedDataParallel ddp(mlp(kSizes), world.group());

@@ -644,6 +644,23 @@ TEST(JoinTraining, RanksThatAverageAtTheirOwnEndAreTold) {
   }
 }
 
+// JOIN-64: a rank that has run out sees it in the votes, before it takes part in a reduction that not all begin (U-5).
+LOCKSTEP_THREAD_TEST(JoinTraining, VotesThatDifferAreNamed, 3) {
+  DistributedDataParallel ddp(mlp({4, 3, 2}), spare_group(world));
+  const auto train = [&] {
+    ddp.join().run([&] {
+      if (world.rank() == 0) return;
+      const auto local = world.rank() == 1 ? std::nullopt : std::optional<NoSyncGuard>(std::in_place, ddp.engine());
+      loss_of(ddp, world.rank(), 0).backward();
+    });
+  };
+  if (world.rank() == 0) {
+    expect_all_told(train, {"rank 1 would average gradients", "rank 2 would not", "no_sync()"});
+  } else {
+    EXPECT_ANY_THROW(train());
+  }
+}
+
 // JOIN-64: a rank that ends its loop early without a scope, and goes on to something else or to nothing (U-5).
 TEST(JoinTraining, ForgottenScopesAreAdvisedOf) {
   for (const std::string backend : {"threads", "shm"}) {
