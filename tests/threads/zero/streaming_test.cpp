@@ -57,6 +57,17 @@ TEST(ZeroStreaming, CollectsWhatConsolidationDoes) {
       {1, 2, 3});
 }
 
+/// What ranks have told each other of what there is and where: sent, received and read. Other threads may free it,
+/// which a probe of this one does not see; then it counts until the end, so all of it is allowed.
+int64_t bytes_of_descriptions(const Recorder& recorder, const World& world) {
+  int64_t bytes = 0;
+  for (const auto& event : recorder.events("launch")) {
+    if (event.kind == "all_gather_into_tensor")
+      bytes += static_cast<int64_t>(event.bytes) * (1 + 2 * world.world_size());
+  }
+  return bytes;
+}
+
 // ZERO-69
 TEST(ZeroStreaming, HoldsNoMoreThanTheBoundOnAnyRank) {
   on_ranks(
@@ -68,28 +79,31 @@ TEST(ZeroStreaming, HoldsNoMoreThanTheBoundOnAnyRank) {
           Zero optimizer(parameters, {}, zero);
           train(optimizer, parameters, 1);
           constexpr int64_t kBound = 64 << 10;
-          // What there is and where, some of which other threads free.
-          constexpr int64_t kDescriptions = 24 << 10;
+          constexpr int64_t kNumberOfSave = 256;
           const auto state_bytes = 2 * optimizer.memory_report().parameters;
           {
             const Recorder recorder;
             const testing::MemoryProbe probe;
             consolidate_in_chunks(optimizer, {.to = 0, .max_bytes = kBound});
             const auto result = world.rank() == 0 ? state_bytes : 0;
-            EXPECT_LE(probe.total().peak_bytes, kBound + kDescriptions + result) << name;
+            const auto descriptions = bytes_of_descriptions(recorder, world);
+            EXPECT_LE(descriptions, 12 << 10) << name;
+            EXPECT_LE(probe.total().peak_bytes, kBound + descriptions + result) << name;
             for (const auto& event : recorder.events("launch"))
               EXPECT_LE(event.bytes, static_cast<std::size_t>(kBound));
           }
           {
+            const Recorder recorder;
             const testing::MemoryProbe probe;
             save_in_chunks(optimizer, path, {.to = 0, .max_bytes = kBound});
-            EXPECT_LE(probe.total().peak_bytes, kBound + kDescriptions)
+            EXPECT_LE(probe.total().peak_bytes, kBound + kNumberOfSave + bytes_of_descriptions(recorder, world))
                 << name << ": the rank that writes has no more either";
           }
           {
+            const Recorder recorder;
             const testing::MemoryProbe probe;
             save_sharded(optimizer, path);
-            EXPECT_LE(probe.total().peak_bytes, kBound + kDescriptions) << name;
+            EXPECT_LE(probe.total().peak_bytes, kNumberOfSave + bytes_of_descriptions(recorder, world)) << name;
           }
           barrier(world.group());
         }
