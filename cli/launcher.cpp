@@ -122,6 +122,8 @@ class Launcher {
     options.keep_last_lines = 10;
     options.timeout = time_left();
     options.grace = options_.grace;
+    // Survivors name the rank that is gone, over gloo after a grace of 0.8 s of their own.
+    options.linger_after_failure = std::chrono::milliseconds(1500);
     output_.begin_attempt(layout_.restart_count, options.ranks);
     Job job(std::move(options));
     const SignalTarget target(job);

@@ -122,7 +122,9 @@ void Job::stop_after_failure() {
   if (phase_ != Phase::kRunning || !options_.stop_others_on_failure) return;
   const bool any_failed =
       std::any_of(running_.begin(), running_.end(), [](const auto& each) { return each->failed(); });
-  if (any_failed) stop(SIGTERM);
+  if (!any_failed) return;
+  phase_ = Phase::kLingering;
+  phase_ends_at_ = Clock::now() + options_.linger_after_failure;
 }
 
 void Job::act_on_time() {

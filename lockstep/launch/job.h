@@ -57,6 +57,8 @@ struct JobOptions {
   std::chrono::milliseconds grace{5000};
 
   bool stop_others_on_failure = true;
+  /// Before they are: time for ranks that lost a peer to notice it, say so and end by themselves.
+  std::chrono::milliseconds linger_after_failure{0};
 
   /// What counts as failing; a test kit's ranks may end with other codes on purpose.
   std::function<bool(const ExitStatus& status)> is_failure = [](const ExitStatus& status) { return !status.ok(); };
@@ -66,7 +68,7 @@ struct RankResult {
   int rank = 0;
   bool started = false;                 // false only if an interrupt came before its turn
   ExitStatus status;                    // ended() if started
-  std::vector<std::string> last_lines;  // both streams, in order of arrival
+  std::vector<std::string> last_lines;  // both streams, in order of arrival, without libtorch's stack frames
   std::string report;
   std::chrono::milliseconds duration{0};
   bool stopped_by_us = false;  // it still ran when the job began to stop its ranks

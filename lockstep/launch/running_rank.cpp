@@ -106,6 +106,8 @@ bool RunningRank::read_report() {
 
 void RunningRank::take_line(OutputStream stream, std::string_view line) {
   if (options_.on_line) options_.on_line(spec_.rank, stream, line);
+  // An uncaught c10::Error ends with dozens of them, after what it says.
+  if (line.starts_with("frame #")) return;
   last_lines_.emplace_back(line);
   if (last_lines_.size() > options_.keep_last_lines) last_lines_.pop_front();
 }

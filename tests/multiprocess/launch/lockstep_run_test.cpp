@@ -91,6 +91,15 @@ TEST(LockstepRun, ReturnsTheCodeOfTheRankThatFailedFirst) {
   EXPECT_TRUE(contains(outcome.err, "stopped ranks 0, 2\n")) << outcome.err;
 }
 
+// (E-10)
+TEST(LockstepRun, ShowsWhatSurvivorsSayOfTheRankThatDied) {
+  const auto outcome = run_script({"-n", "2"}, "[ $RANK = 1 ] && exit 3; sleep 0.5; echo rank 1 is gone; exit 1");
+  EXPECT_EQ(outcome.code, 3);
+  EXPECT_TRUE(contains(outcome.out, "[0] rank 1 is gone")) << outcome.out;
+  EXPECT_TRUE(contains(outcome.err, "rank 1 failed first: exit code 3")) << outcome.err;
+  EXPECT_TRUE(contains(outcome.err, "rank 0 failed too: exit code 1")) << outcome.err;
+}
+
 TEST(LockstepRun, ReportsDeathBySignal) {
   const auto outcome = run_script({"-n", "2"}, "[ $RANK = 1 ] && kill -SEGV $$; sleep 1000");
   EXPECT_EQ(outcome.code, 128 + SIGSEGV);
