@@ -28,7 +28,13 @@ std::vector<std::string> split(const std::string& text, char separator) {
 
 Combinations::Combinations(std::vector<Axis> axes, std::vector<Rule> rules)
     : axes_(std::move(axes)), rules_(std::move(rules)) {
+  for (const auto& axis : axes_) {
+    if (axis.values.empty()) throw CheckFailure(str("axis '", axis.name, "' has no values"));
+  }
   for (const auto& rule : rules_) {
+    if (rule.when.empty()) {
+      throw CheckFailure(str("the rule '", rule.text, "' says of no values when it holds, so it would hold always"));
+    }
     auto& conditions = conditions_.emplace_back();
     for (const auto& text : rule.when) conditions.push_back(condition_of(text));
   }
@@ -38,17 +44,24 @@ std::size_t Combinations::axis_of(const std::string& name) const {
   for (std::size_t axis = 0; axis < axes_.size(); ++axis) {
     if (axes_[axis].name == name) return axis;
   }
-  throw CheckFailure(str("there is no axis '", name, "'"));
+  std::vector<std::string> names;
+  for (const auto& axis : axes_) names.push_back(str("'", axis.name, "'"));
+  throw CheckFailure(str("there is no axis '", name, "'. There are ", join(names, ", ")));
 }
 
 Combinations::Condition Combinations::condition_of(const std::string& text) const {
   const auto equals = text.find('=');
   const auto axis = axis_of(text.substr(0, equals));
+  const auto& values = axes_[axis].values;
+  auto names = split(equals == std::string::npos ? "" : text.substr(equals + 1), '|');
+  if (names.empty()) names.emplace_back();
   Condition condition;
-  for (const auto& name : split(text.substr(equals + 1), '|')) {
-    const auto& values = axes_[axis].values;
+  for (const auto& name : names) {
     const auto found = std::find(values.begin(), values.end(), name);
-    if (found == values.end()) throw CheckFailure(str("axis '", axes_[axis].name, "' has no value '", name, "'"));
+    if (found == values.end()) {
+      throw CheckFailure(
+          str("axis '", axes_[axis].name, "' has no value '", name, "'. It has '", join(values, "', '"), "'"));
+    }
     condition.push_back({axis, static_cast<std::size_t>(found - values.begin())});
   }
   return condition;
@@ -104,6 +117,9 @@ Combination Combinations::parse(const std::string& text) const {
 }
 
 std::vector<Combinations::Choices> Combinations::tuples(int strength) const {
+  if (strength < 1 || static_cast<std::size_t>(strength) > axes_.size()) {
+    throw CheckFailure(str("there are no ", strength, " values of different axes: there are ", axes_.size(), " axes"));
+  }
   std::vector<Choices> result = {{}};
   for (int i = 0; i < strength; ++i) {
     std::vector<Choices> longer;

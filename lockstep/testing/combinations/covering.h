@@ -40,11 +40,12 @@ struct Rule {
 
 class Combinations {
  public:
-  /// Refuses rules that name unknown axes or values.
+  /// Refuses axes without values, and rules that name unknown axes or values, or none.
   Combinations(std::vector<Axis> axes, std::vector<Rule> rules);
 
   /// Combinations that hold every `strength` values of different axes that are possible together, in one of them that
-  /// no rule is about; and every refusal, if possible in one that no other rule is about.
+  /// no rule is about; and every refusal, if possible in one that no other rule is about. Refuses a strength that is
+  /// not from 1 to the number of axes.
   std::vector<Combination> covering(int strength, std::uint64_t seed = 1) const;
   /// Of all `strength` values of different axes, those that are possible together and in no combination of `list` that
   /// no rule is about: "way=elements, world=2".

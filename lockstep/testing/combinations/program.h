@@ -100,7 +100,7 @@ int world_size_of(const Combination& combination);
 std::string description_of(const Combination& combination);
 
 /// Runs it on this rank of a world of its size. Throws CheckFailure, saying what differed, unless it trains as one
-/// process does, or is refused as programs() has it. Collective.
+/// process does, or is refused as programs() has it; and in a world of another size. Collective.
 void run_program(const World& world, const Combination& combination);
 
 /// What LOCKSTEP_COMBINATIONS asks for: nothing or "pairs", "triples:SEED", or one program: "model=tied, world=2".

@@ -206,6 +206,11 @@ std::string judged(const std::vector<const Rule*>& refusals, const std::string& 
 
 void run_program(const World& world, const Combination& combination) {
   const auto program = program_of(combination);
+  if (world.world_size() != program.world_size) {
+    throw CheckFailure(str("the program is one for ", program.world_size, " ranks, and this world has ",
+                           world.world_size(), ". Say \"world=", world.world_size(),
+                           "\" in it, or run it on as many ranks as it says."));
+  }
   const auto rules = programs().rules_of(combination);
   const bool compares = rules.empty() || !rules.front()->is_late;
   KeptWarnings warnings;

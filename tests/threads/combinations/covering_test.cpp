@@ -38,13 +38,28 @@ TEST(Covering, TriesEveryRefusalAloneAndNoSenselessOne) {
   EXPECT_EQ(refused, (std::set<std::string>{"1", "2"}));
 }
 
+// (E-5)
+TEST(Covering, RefusesWhatWouldCoverNothing) {
+  const auto all = small();
+  for (const int strength : {-1, 0, 5}) {
+    expect_error([&] { all.covering(strength); }, {"there are 4 axes"});
+    expect_error([&] { all.uncovered({}, strength); }, {"there are 4 axes"});
+  }
+  expect_error([] { Combinations({{"a", {"1"}}, {"b", {}}}, {}); }, {"axis 'b' has no values"});
+  expect_error([] { Combinations({{"a", {"1"}}}, {{.when = {}, .text = "never"}}); }, {"'never'", "always"});
+}
+
 TEST(Covering, ReadsWhatItWrites) {
   const auto all = small();
   const Combination combination = {2, 1, 1, 0};
   EXPECT_EQ(all.describe(combination), "a=3, b=y, c=q, d=on");
   EXPECT_EQ(all.parse(all.describe(combination)), combination);
   EXPECT_EQ(all.parse("c=q"), (Combination{0, 0, 1, 0}));
-  expect_error([&] { all.parse("c=z"); }, {"'c'", "'z'"});
+  // (E-5)
+  expect_error([&] { all.parse("c=z"); }, {"'c'", "'z'", "It has 'p', 'q'"});
+  expect_error([&] { all.parse("c="); }, {"'c' has no value ''"});
+  expect_error([&] { all.parse("c"); }, {"'c' has no value ''"});
+  expect_error([&] { all.parse("e=z"); }, {"no axis 'e'", "'a', 'b', 'c', 'd'"});
   expect_error([&] { all.parse("e=1"); }, {"'e'"});
 }
 

@@ -56,6 +56,15 @@ TEST(Combinations, OneProcessTrainsOnTheWholeBatch) {
   }
 }
 
+// (E-5)
+TEST(Combinations, AreRefusedInAWorldOfAnotherSize) {
+  const auto report = run_threads({.world_size = 2, .timeout = kRunTimeout}, [](const World& world) {
+    expect_error([&] { run_program(world, programs().parse("model=plain, world=3")); },
+                 {"one for 3 ranks", "this world has 2", "\"world=2\""});
+  });
+  EXPECT_TRUE(report.has_passed()) << report.describe();
+}
+
 // A library that forgets to average must not pass.
 TEST(Combinations, SayWhatDiffersAndInWhichProgram) {
   const auto combination = programs().parse("model=tied, way=parameters, loop=accumulate, event=load, world=2");
