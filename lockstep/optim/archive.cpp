@@ -1,10 +1,13 @@
 #include "lockstep/optim/archive.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/Type.h>
 
 #include <string>
 
+#include "lockstep/state/archive_bridge.h"
 #include "lockstep/state/archive_format.h"
+#include "lockstep/state/state_kind.h"
 
 namespace lockstep::optim::detail {
 
@@ -14,6 +17,22 @@ using lockstep::detail::read_count;
 
 using torch::serialize::InputArchive;
 using torch::serialize::OutputArchive;
+
+namespace {
+
+void read_state(InputArchive& saved, torch::optim::OptimizerParamState& into, const std::string& loader) {
+  const auto given = lockstep::detail::values_in(saved);
+  try {
+    into.serialize(saved);
+  } catch (const c10::Error& error) {
+    // To libtorch, state that lacks a name is an internal error.
+    TORCH_CHECK(false, "[lockstep/optim] ", loader, " cannot load ", lockstep::detail::kind_of(given), ": ",
+                error.what_without_backtrace());
+  }
+  lockstep::detail::check_nothing_is_dropped(given, into, loader);
+}
+
+}  // namespace
 
 void save_optimizer(OutputArchive& archive, const torch::optim::Optimizer& optimizer) {
   archive.write("pytorch_version", c10::IValue(kArchiveFormat));
@@ -71,7 +90,7 @@ void load_optimizer(InputArchive& archive, torch::optim::Optimizer& optimizer, c
       InputArchive saved;
       if (!states.try_read(key.toStringRef(), saved)) continue;
       auto state = targets.state();
-      state->serialize(saved);
+      read_state(saved, *state, c10::demangle(typeid(optimizer).name()));
       new_state[into[i].params()[j].unsafeGetTensorImpl()] = std::move(state);
     }
     InputArchive saved;

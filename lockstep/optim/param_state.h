@@ -2,6 +2,7 @@
 // ours. Internal to optim.
 #pragma once
 
+#include <c10/util/Exception.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
@@ -18,11 +19,18 @@ template <class Rule>
 struct SlotParamState final : torch::optim::OptimizerCloneableParamState<SlotParamState<Rule>>, SlotState {
   void serialize(torch::serialize::InputArchive& archive) override {
     c10::IValue saved;
-    archive.read("step", saved);
+    // Another kind's state may lack it, or have one of the names and not the others.
+    TORCH_CHECK(archive.try_read("step", saved), Rule::kName, " needs 'step'");
     step = saved.toInt();
+    int64_t missing = 0;
+    int64_t found = 0;
     for (std::size_t slot = 0; slot < kSlotCount; ++slot) {
-      if (Rule::kSlots[slot] != nullptr && archive.try_read(Rule::kSlots[slot], saved)) slots[slot] = saved.toTensor();
+      if (Rule::kSlots[slot] == nullptr) continue;
+      const bool is_there = archive.try_read(Rule::kSlots[slot], saved);
+      ++(is_there ? found : missing);
+      if (is_there) slots[slot] = saved.toTensor();
     }
+    TORCH_CHECK(found == 0 || missing == 0, Rule::kName, " needs more");
   }
   void serialize(torch::serialize::OutputArchive& archive) const override {
     archive.write("step", c10::IValue(step));

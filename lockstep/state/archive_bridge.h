@@ -1,4 +1,4 @@
-// Archives in memory: what was written into one, read without a file. Internal to state and zero.
+// Archives in memory: what was written into one, read without a file. Internal to state, optim and zero.
 #pragma once
 
 #include <torch/serialize/archive.h>

@@ -1,10 +1,14 @@
 #include "lockstep/state/optimizer_state.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/Type.h>
+
+#include <set>
 
 #include "lockstep/base/str.h"
 #include "lockstep/state/archive_bridge.h"
 #include "lockstep/state/archive_format.h"
+#include "lockstep/state/state_kind.h"
 
 namespace lockstep {
 namespace {
@@ -51,6 +55,27 @@ std::vector<std::size_t> group_sizes_of(const torch::optim::Optimizer& optimizer
   return sizes;
 }
 
+std::vector<std::string> names_in(const NamedValues& values) {
+  std::vector<std::string> names;
+  for (const auto& [name, value] : values) names.push_back(name);
+  return names;
+}
+
+/// One parameter's state of each set of names tells about all with the same.
+void check_nothing_is_dropped(const OptimizerStateDict& dict, const torch::optim::Optimizer& optimizer,
+                              const std::string& loader) {
+  std::set<std::vector<std::string>> seen;
+  int64_t index = 0;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const auto& parameter : group.params()) {
+      const auto given = dict.state.find(index++);
+      if (given == dict.state.end() || !seen.insert(names_in(given->second)).second) continue;
+      const auto taken = optimizer.state().find(parameter.unsafeGetTensorImpl());
+      if (taken != optimizer.state().end()) detail::check_nothing_is_dropped(given->second, *taken->second, loader);
+    }
+  }
+}
+
 /// The optimizer's load() of what the dictionary says. Leaves it in some valid state if it throws.
 void load_through_archive(torch::optim::Optimizer& optimizer, const OptimizerStateDict& dict) {
   auto complete = dict;
@@ -61,10 +86,19 @@ void load_through_archive(torch::optim::Optimizer& optimizer, const OptimizerSta
   OutputArchive archive;
   write_archive(archive, complete);
   auto opened = detail::reopened(archive);
-  optimizer.load(opened);
+  const auto loader = c10::demangle(typeid(optimizer).name());
+  try {
+    optimizer.load(opened);
+  } catch (const c10::Error& error) {
+    // To libtorch, state that lacks a name is an internal error.
+    TORCH_CHECK(false, "[lockstep/state] ", loader, " cannot load ",
+                dict.state.empty() ? "these options" : detail::kind_of(dict.state.begin()->second), ": ",
+                error.what_without_backtrace());
+  }
   TORCH_CHECK(optimizer.state().size() == dict.state.size(), "[lockstep/state] an optimizer was given the state of ",
               dict.state.size(), " parameters and its load() took that of ", optimizer.state().size(),
               ". An optimizer of your own must override save() and load(), as those of libtorch do.");
+  check_nothing_is_dropped(dict, optimizer, loader);
 }
 
 }  // namespace

@@ -27,8 +27,9 @@ struct OptimizerStateDict {
 OptimizerStateDict state_dict_of(const torch::optim::Optimizer& optimizer);
 
 /// Replaces options and state; tensors are taken as they are, not copied. Options the dictionary does not name keep
-/// their values, and those the optimizer does not know are ignored. Throws if groups do not fit, if an index is unknown
-/// or if the optimizer cannot load; then nothing has changed.
+/// their values, and those the optimizer does not know are ignored. Throws if groups do not fit, if an index is
+/// unknown, if the optimizer cannot load, or if it would drop some of the state because that is another kind's; then
+/// nothing has changed.
 void load_state_dict(torch::optim::Optimizer& optimizer, const OptimizerStateDict& dict);
 
 /// Throws, naming what differs, unless the dictionary has groups of these sizes and no index beyond. `who` opens the

@@ -364,5 +364,39 @@ TEST(ZeroStreaming, PartsThatEndTooEarlyAreRefused) {
   });
 }
 
+// (E-1) by file, by archive and by dictionary, however state is divided: the momenta would be dropped
+TEST(ZeroStreaming, StateOfAnotherKindIsRefusedByAllRanks) {
+  const TempDir folder;
+  on_ranks(
+      [&](const World& world) {
+        for (const auto& [name, zero] : ways(world.group())) {
+          const auto path = folder.file(str(name, world.world_size()));
+          const auto parameters = parameters_of(kShapes);
+          ZeroRedundancyOptimizer<optim::AdamW> adamw(parameters, {.lr = 1e-2}, zero);
+          train(adamw, parameters, 2);
+          save_sharded(adamw, path);
+          adamw.consolidate_state_dict();
+          if (world.rank() == 0) torch::save(adamw, path + ".pt");
+          barrier(world.group());
+          const auto refuses = [&](auto& optimizer, const std::string& kind) {
+            const std::vector<std::string> words = {"state of Adam or AdamW", kind, "'exp_avg'"};
+            expect_error([&] { load_sharded(optimizer, path); }, words);
+            expect_error([&] { torch::load(optimizer, path + ".pt"); }, words);
+            EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 0.25);
+            train(optimizer, parameters, 1);
+            barrier(world.group());
+          };
+          ZeroRedundancyOptimizer<optim::SGD> sgd(parameters, {.lr = 0.25, .momentum = 0.9}, zero);
+          refuses(sgd, "lockstep::optim::SGD");
+          ZeroRedundancyOptimizer<optim::RMSprop> rmsprop(parameters, {.lr = 0.25}, zero);
+          refuses(rmsprop, "lockstep::optim::RMSprop");
+          ZeroRedundancyOptimizer<torch::optim::SGD> theirs(parameters, torch::optim::SGDOptions(0.25).momentum(0.9),
+                                                            zero);
+          refuses(theirs, "torch::optim::SGD");
+        }
+      },
+      {1, 2, 3}, {"threads"});
+}
+
 }  // namespace
 }  // namespace lockstep::streaming_test

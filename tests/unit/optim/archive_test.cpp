@@ -1,7 +1,10 @@
 // Archives: interchangeable with libtorch's, complete, and refused if they do not fit.
+#include <c10/util/Type.h>
+
 #include <sstream>
 
 #include "lockstep/optim/optimizers.h"
+#include "lockstep/state/optimizer_state.h"
 #include "tests/support/optim_parameters.h"
 
 namespace lockstep {
@@ -113,6 +116,72 @@ TEST(OptimArchive, ThatDoesNotFitChangesNothing) {
   expect_error([&] { move_by_archive(one, fewer); }, "has 3 parameters, that of the optimizer 1");
   EXPECT_EQ(fewer.param_groups()[0].options().get_lr(), 0.1);
   EXPECT_TRUE(fewer.state().empty());
+}
+
+template <class From, class Into>
+void expect_refused(const From& from, const std::vector<at::Tensor>& parameters, const std::string& kind) {
+  using OptionsOfInto = typename Into::Options;
+  auto options = OptionsOfInto{.lr = 0.25};
+  if constexpr (requires { options.momentum; }) options.momentum = 0.5;
+  Into into(parameters, options);
+  train(into, parameters, 1);
+  const auto before = state_dict_of(into);
+  const std::vector<std::string> words = {"state of " + kind, c10::demangle_type<Into>()};
+  testing::expect_error([&] { move_by_archive(from, into); }, words);
+  testing::expect_error([&] { load_state_dict(into, state_dict_of(from)); }, words);
+  EXPECT_EQ(into.param_groups()[0].options().get_lr(), 0.25);
+  const auto after = state_dict_of(into);
+  ASSERT_EQ(after.state.size(), before.state.size());
+  for (const auto& [name, value] : before.state.at(0)) {
+    if (!value.isTensor()) continue;
+    EXPECT_TRUE(at::equal(after.state.at(0).at(name).toTensor(), value.toTensor())) << name;
+  }
+}
+
+template <class From, class... Into>
+void expect_refused_by(const typename From::Options& options, const std::string& kind) {
+  SCOPED_TRACE(kind);
+  const auto parameters = made_parameters();
+  From from(parameters, options);
+  train(from, parameters, 2);
+  (expect_refused<From, Into>(from, parameters, kind), ...);
+}
+
+// (E-1) momenta of another kind would be dropped, and the rest go on with an empty state
+TEST(OptimArchive, OfAnotherKindIsRefusedNamingBoth) {
+  using namespace optim;
+  expect_refused_by<AdamW, Adadelta, Adagrad, Adamax, RMSprop, Rprop, SGD>({}, "Adam or AdamW");
+  expect_refused_by<SGD, Adadelta, Adagrad, Adamax, Adam, RMSprop, Rprop>({.momentum = 0.9}, "SGD");
+  expect_refused_by<RMSprop, Adadelta, Adagrad, Adamax, Adam, Rprop, SGD>({}, "RMSprop");
+  expect_refused_by<RMSprop, Adadelta, AdamW, SGD>({.momentum = 0.9, .centered = true}, "RMSprop");
+  expect_refused_by<Adadelta, Adagrad, Adamax, Adam, RMSprop, Rprop, SGD>({}, "Adadelta");
+  expect_refused_by<Adagrad, Adadelta, Adamax, Adam, RMSprop, Rprop, SGD>({}, "Adagrad");
+  expect_refused_by<Adamax, Adadelta, Adagrad, Adam, RMSprop, Rprop, SGD>({}, "Adamax");
+  expect_refused_by<Rprop, Adadelta, Adagrad, Adamax, Adam, RMSprop, SGD>({}, "Rprop");
+}
+
+// (E-1) libtorch's own classes, where a dictionary is loaded by us
+TEST(OptimArchive, OfAnotherKindIsRefusedForLibtorchsOptimizersToo) {
+  const auto parameters = made_parameters();
+  optim::AdamW from(parameters);
+  train(from, parameters, 1);
+  torch::optim::SGD into(parameters, torch::optim::SGDOptions(0.25).momentum(0.9));
+  testing::expect_error([&] { load_state_dict(into, state_dict_of(from)); },
+                        {"state of Adam or AdamW", "torch::optim::SGD", "'exp_avg', 'exp_avg_sq'"});
+  EXPECT_EQ(into.param_groups()[0].options().get_lr(), 0.25);
+}
+
+// Without state there is nothing to lose, and Adam and AdamW keep the same.
+TEST(OptimArchive, OfAnotherKindOpensWhereNothingIsLost) {
+  const auto parameters = made_parameters();
+  optim::AdamW fresh(parameters, {.lr = 0.5});
+  optim::SGD sgd(parameters, {.lr = 0.1, .momentum = 0.9});
+  move_by_archive(fresh, sgd);
+  EXPECT_EQ(sgd.param_groups()[0].options().get_lr(), 0.5);
+  train(fresh, parameters, 1);
+  optim::Adam adam(parameters);
+  move_by_archive(fresh, adam);
+  EXPECT_EQ(adam.state().size(), parameters.size());
 }
 
 TEST(OptimArchive, IsTheSameForTheSameState) {

@@ -1,0 +1,21 @@
+// Whose state it is, as far as its names tell: files do not say which optimizer wrote them. Internal to state and
+// optim.
+#pragma once
+
+#include <torch/optim/optimizer.h>
+
+#include <string>
+
+#include "lockstep/state/named_values.h"
+
+namespace lockstep::detail {
+
+/// "state of Adam or AdamW ('exp_avg', 'exp_avg_sq', 'step')".
+std::string kind_of(const NamedValues& state);
+
+/// Throws, naming both kinds, if `taken`, which an optimizer of type `loader` made of `given`, lacks some of it: it
+/// would go on without.
+void check_nothing_is_dropped(const NamedValues& given, const torch::optim::OptimizerParamState& taken,
+                              const std::string& loader);
+
+}  // namespace lockstep::detail
