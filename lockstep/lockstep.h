@@ -18,6 +18,8 @@
 #include "lockstep/ddp/quantization_hooks.h"
 #include "lockstep/ddp/sync_batch_norm.h"
 #include "lockstep/fsdp/fully_shard.h"
+#include "lockstep/fsdp/policies.h"
+#include "lockstep/fsdp/state_dict.h"
 #include "lockstep/intercept/deferred_init.h"
 #include "lockstep/intercept/operator_counter.h"
 #include "lockstep/join/join.h"

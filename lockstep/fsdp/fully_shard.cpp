@@ -113,11 +113,6 @@ void put_shards(const Below& below, const detail::Unit& unit) {
   }
 }
 
-bool can_be_called(const torch::nn::Module& module) {
-  const auto name = module.name();
-  return name != "torch::nn::ModuleListImpl" && name != "torch::nn::ModuleDictImpl";
-}
-
 }  // namespace
 
 FsdpUnit fully_shard(torch::nn::Module& module, const FullyShardOptions& options) {
@@ -125,7 +120,7 @@ FsdpUnit fully_shard(torch::nn::Module& module, const FullyShardOptions& options
   TORCH_CHECK(shared, "[lockstep/fsdp] ", module.name(),
               " is not held by a shared_ptr. Make it by std::make_shared or its holder.");
   TORCH_CHECK(!detail::find_unit(module), "[lockstep/fsdp] ", module.name(), " is sharded already.");
-  TORCH_CHECK(can_be_called(module), "[lockstep/fsdp] ", module.name(),
+  TORCH_CHECK(detail::can_be_called(module), "[lockstep/fsdp] ", module.name(),
               " only holds modules and has no forward. Shard the modules in it.");
   const auto mesh = mesh_of(options);
   Below below;

@@ -1,5 +1,8 @@
 #include "lockstep/fsdp/unit_registry.h"
 
+#include <torch/nn/modules/container/moduledict.h>
+#include <torch/nn/modules/container/modulelist.h>
+
 #include <mutex>
 #include <unordered_map>
 
@@ -36,6 +39,11 @@ UnitPtr find_unit(const torch::nn::Module& module) {
   const auto found = registry.units.find(&module);
   if (found == registry.units.end() || found->second.module.expired()) return nullptr;
   return found->second.unit.lock();
+}
+
+bool can_be_called(const torch::nn::Module& module) {
+  return dynamic_cast<const torch::nn::ModuleListImpl*>(&module) == nullptr &&
+         dynamic_cast<const torch::nn::ModuleDictImpl*>(&module) == nullptr;
 }
 
 }  // namespace lockstep::detail

@@ -14,6 +14,9 @@ void register_unit(const std::shared_ptr<torch::nn::Module>& module, const UnitP
 /// Null if it is none.
 UnitPtr find_unit(const torch::nn::Module& module);
 
+/// Whether it has a forward: lists and dicts of modules have none.
+bool can_be_called(const torch::nn::Module& module);
+
 /// The registered parameters, which the module's members are handles to as well until one of them is replaced.
 struct ModuleAccess : torch::nn::Module {
   static torch::OrderedDict<std::string, at::Tensor>& parameters_of(torch::nn::Module& module) {

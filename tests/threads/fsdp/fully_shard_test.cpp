@@ -3,6 +3,8 @@
 #include <torch/nn/modules/transformerlayer.h>
 
 #include "lockstep/fsdp/fully_shard.h"
+#include "lockstep/fsdp/policies.h"
+#include "lockstep/fsdp/state_dict.h"
 #include "lockstep/intercept/deferred_init.h"
 #include "lockstep/optim/clip_grad.h"
 #include "lockstep/optim/grad_scaler.h"
@@ -532,6 +534,75 @@ TEST(FullyShard, TakesLibtorchsTransformer) {
     for (const auto& item : model->named_parameters()) {
       const auto part = layout_of(item.value())->cut(whole[item.key()].grad());
       EXPECT_TRUE(part.equal(item.value().grad())) << item.key();
+    }
+  });
+}
+
+// FSDP-75, FSDP-76
+TEST(FullyShard, SavesAndLoadsWholeState) {
+  testing::run_threads_in_gtest({.world_size = 4}, [](const World& world) {
+    auto whole = net();
+    auto model = net();
+    sharded(model, {.mesh = mesh_of(world)});
+    const auto state = full_state_dict(*model);
+    const auto expected = whole->named_parameters();
+    ASSERT_EQ(state.size(), expected.size());
+    for (const auto& item : expected) EXPECT_TRUE(state.at(item.key()).equal(item.value())) << item.key();
+    EXPECT_EQ(full_state_dict(*model, {.rank0_only = true}).empty(), world.rank() != 0);
+
+    const at::NoGradGuard no_grad;
+    for (const auto from_rank0 : {false, true}) {
+      for (const auto& parameter : model->parameters()) parameter.zero_();
+      const bool is_given = !from_rank0 || world.rank() == 0;
+      load_full_state_dict(*model, is_given ? state : ModuleState(), {.broadcast_from_rank0 = from_rank0});
+      expect_same_parameters(*model, *whole, "loaded");
+      EXPECT_TRUE(loss_of(model, world, 0).equal(loss_of(whole, world, 0)));
+      // Nothing is changed by what does not fit.
+      auto other = state;
+      other["head.bias"] = at::zeros({4});
+      expect_error([&] { load_full_state_dict(*model, other, {.broadcast_from_rank0 = from_rank0}); },
+                   {"'head.bias' has sizes [4] there and [3] in the module"});
+      other.erase("head.bias");
+      expect_error([&] { load_full_state_dict(*model, other, {.broadcast_from_rank0 = from_rank0}); },
+                   {"it lacks head.bias"});
+      other["more"] = at::ones({1});
+      load_full_state_dict(*model, other, {.strict = false, .broadcast_from_rank0 = from_rank0});
+      expect_same_parameters(*model, *whole, "loaded in part");
+    }
+  });
+}
+
+// FSDP-80, FSDP-82
+TEST(FullyShard, PoliciesPickUnits) {
+  testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
+    const FullyShardOptions options{.mesh = mesh_of(world)};
+    auto by_type = net();
+    const auto root = shard_by_policy(by_type, module_wrap_policy<BlockImpl>(), options);
+    EXPECT_TRUE(unit_of(*by_type->blocks[1]));
+    EXPECT_FALSE(unit_of(*by_type->head));
+    EXPECT_EQ(root.parameter_names(), (std::vector<std::string>{"table.weight", "head.weight", "head.bias"}));
+    auto all = net();
+    EXPECT_TRUE(shard_by_policy(all, always_wrap_policy(), options).parameter_names().empty());
+    EXPECT_TRUE(unit_of(*all->blocks[0]->up));
+    auto by_size = net();
+    shard_by_policy(by_size, size_based_wrap_policy(200), options);
+    EXPECT_TRUE(unit_of(*by_size->blocks[0]));
+    EXPECT_FALSE(unit_of(*by_size->blocks[0]->up));
+    auto by_name = net();
+    shard_by_policy(
+        by_name,
+        [&](const PolicyQuestion& question) {
+          if (question.name != "head") return PolicyAnswer(false);
+          auto own = options;
+          own.reshard_after_forward = false;
+          return PolicyAnswer(own);
+        },
+        options);
+    EXPECT_EQ(unit_of(*by_name->head)->options().reshard_after_forward, false);
+    for (auto* model : {&by_type, &all, &by_size, &by_name}) {
+      EXPECT_TRUE(loss_of(*model, world, 0).equal(loss_of(by_type, world, 0)));
+      loss_of(*model, world, 0).backward();
+      EXPECT_TRUE((*model)->parameters()[0].grad().defined());
     }
   });
 }
