@@ -107,8 +107,8 @@ std::string problem_of(const std::vector<Entry>& entries, const ModuleState& sta
     const auto found = state.find(entry.name);
     if (found == state.end()) continue;
     if (found->second.sizes() != at::IntArrayRef(entry.sizes())) {
-      return str("'", entry.name, "' has sizes ", found->second.sizes(), " there and ", at::IntArrayRef(entry.sizes()),
-                 " in the module");
+      return lockstep::str("'", entry.name, "' has sizes ", found->second.sizes(), " there and ",
+                           at::IntArrayRef(entry.sizes()), " in the module");
     }
   }
   return "";
