@@ -125,7 +125,7 @@ DdpEngine::DdpEngine(std::shared_ptr<torch::nn::Module> module, const DdpOptions
   } else {
     make_reducer();
   }
-  averaged_.emplace(managed_.tensors, *this);
+  averaged_.emplace(managed_.tensors, managed_.infos, *this);
 }
 
 void DdpEngine::make_reducer() {

@@ -5,12 +5,11 @@
 
 #include <algorithm>
 #include <set>
-#include <unordered_map>
 
 #include "lockstep/base/str.h"
 #include "lockstep/comm/values.h"
+#include "lockstep/ddp/averaging_group.h"
 #include "lockstep/ddp/engine.h"
-#include "lockstep/ddp/reducer.h"
 #include "lockstep/zero/optimizer.h"
 #include "lockstep/zero/sharding.h"
 
@@ -71,18 +70,19 @@ void ZeroOptimizer::prepare_for_state(const char* what) {
 
 std::vector<std::string> ZeroOptimizer::parameter_names() const {
   const auto parameters = all_parameters();
-  auto names = options_.parameter_names;
-  names.resize(parameters.size());
-  const auto ddp = options_.ddp.engine();
-  if (!options_.parameter_names.empty() || !ddp || !ddp->reducer()) return names;
-  const auto& reducer = *ddp->reducer();
-  std::unordered_map<const void*, std::string> name_of;
-  for (std::size_t i = 0; i < reducer.parameters().size(); ++i) {
-    name_of.emplace(reducer.parameters()[i].unsafeGetTensorImpl(), reducer.plan().parameters()[i].name);
+  if (!options_.parameter_names.empty()) {
+    auto names = options_.parameter_names;
+    names.resize(parameters.size());
+    return names;
   }
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    const auto found = name_of.find(parameters[i].unsafeGetTensorImpl());
-    if (found != name_of.end()) names[i] = found->second;
+  const auto ddp = options_.ddp.engine();
+  std::vector<std::string> names;
+  std::set<std::string> seen;
+  for (const auto& parameter : parameters) {
+    names.push_back(averaged_name(parameter, ddp.get()));
+    // Of two wrapped modules: names that mean two parameters mean none.
+    const bool is_clear = names.back().empty() || seen.insert(names.back()).second;
+    if (!is_clear) return std::vector<std::string>(parameters.size());
   }
   return names;
 }

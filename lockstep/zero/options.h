@@ -57,8 +57,8 @@ struct ZeroOptions {
   /// Instead of a computed partition: for every rank its parameters. Some may be in no list; nobody updates those. One
   /// parameter group only.
   std::vector<std::vector<at::Tensor>> params_per_rank = {};
-  /// What saves know the parameters by: a name for each, over all groups, in their order. Not given: those of `ddp`, if
-  /// that is. Saves without names know parameters by their position.
+  /// What saves know the parameters by: a name for each, over all groups, in their order. Not given: those of `ddp`, or
+  /// of the DistributedDataParallel that averages them. Saves without names know parameters by their position.
   std::vector<std::string> parameter_names = {};
   /// Before every step ranks compare count, shapes and dtypes of their parameters, group by group, and those that
   /// differ are named. One message per step; on as well if TORCH_DISTRIBUTED_DEBUG is.

@@ -99,6 +99,20 @@ OptimizerStateDict kinds_of(const detail::StateIndex& index) {
   return kinds;
 }
 
+/// Nobody can tell whether the order is still that of the save.
+void warn_of_positions(const std::vector<std::string>& names, const std::vector<std::string>& saved,
+                       const std::string& who) {
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    if (!names[i].empty() || saved.at(i).empty()) continue;
+    TORCH_WARN(who,
+               ": the save knows its parameters by name, this optimizer does not, so state is loaded by position: ",
+               "parameter ", i, " gets the state of '", saved[i], "', and so on. If the order may differ, make the ",
+               "optimizer while the DistributedDataParallel that averages the parameters is there, or give ",
+               "ZeroOptions::parameter_names.");
+    return;
+  }
+}
+
 }  // namespace
 
 namespace detail {
@@ -189,6 +203,7 @@ void load_sharded(ZeroOptimizer& optimizer, const std::string& path) {
   check_fits(index.groups, sizes, StateAccess::who(optimizer));
   const auto names = StateAccess::names(optimizer);
   const auto saved_at = detail::indices_by_name(names, index.names(), StateAccess::who(optimizer));
+  warn_of_positions(names, index.names(), StateAccess::who(optimizer));
   std::vector<at::Tensor> as_saved(index.tensors.size());
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const at::IntArrayRef saved_sizes = index.tensors.at(saved_at[i]).sizes;

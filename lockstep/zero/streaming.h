@@ -1,7 +1,7 @@
 // State of a ZeroOptimizer that is too large to be sent or held at once: collected in chunks, in memory or in a file,
 // or written by every rank for itself. Files load at any number of ranks and under any division. Parameters are known
 // by name where saver and loader know names (ZeroOptions::parameter_names, or those of DDP), so that their order may
-// differ within a group; else by position.
+// differ within a group; else by position, with a warning where the file has names and the loader none.
 //
 // A save is an index, at the path that was given, and parts beside it: `path`.part0, … An index is written last, and
 // parts of another save than the index's are refused.

@@ -10,6 +10,7 @@
 #include "lockstep/testing/memory_probe.h"
 #include "lockstep/testing/recorder.h"
 #include "lockstep/testing/temp_dir.h"
+#include "tests/support/ddp_models.h"
 #include "tests/support/zero_fixtures.h"
 
 namespace lockstep::streaming_test {
@@ -361,6 +362,78 @@ TEST(ZeroStreaming, PartsThatEndTooEarlyAreRefused) {
     std::ofstream(path + ".part0", std::ios::binary) << bytes.substr(0, bytes.size() - 1);
     expect_error([&] { load_sharded(optimizer, path); }, {"state.part0", "ends before byte"});
     EXPECT_EQ(optimizer.local_optimizer().state().size(), kShapes.size()) << "what it had is still there";
+  });
+}
+
+struct TwoAlike : torch::nn::Module {
+  TwoAlike() {
+    for (const auto* name : {"a", "b"}) register_parameter(name, at::full({3, 2}, name[0] - 'a' + 1.0));
+  }
+  at::Tensor forward(const at::Tensor& x) { return x * parameters()[0] + 3 * x * parameters()[1]; }
+};
+
+// (E-2) the optimizer is not told of the wrapper, and finds it by the parameters
+TEST(ZeroStreaming, FilesKnowParametersByTheNamesOfTheirWrapper) {
+  const TempDir folder;
+  on_ranks(
+      [&](const World& world) {
+        const auto path = folder.file(str("named", world.world_size()));
+        const auto module = std::make_shared<TwoAlike>();
+        const auto other = std::make_shared<TwoAlike>();
+        DistributedDataParallel ddp(module, world.group());
+        DistributedDataParallel ddp_of_other(other, world.group());
+        const auto turned = std::vector<at::Tensor>{other->parameters()[1], other->parameters()[0]};
+        Zero optimizer(ddp.parameters(), {});
+        Zero in_another_order(turned, {});
+        const auto step = [](auto& wrapper, Zero& by) {
+          by.zero_grad();
+          wrapper(at::arange(6.0).view({3, 2})).square().sum().backward();
+          by.step();
+        };
+        step(ddp, optimizer);
+        {
+          const at::NoGradGuard no_grad;
+          for (int i = 0; i < 2; ++i) other->parameters()[i].copy_(module->parameters()[i]);
+        }
+        save_sharded(optimizer, path);
+        {
+          const ddp_models::Warnings warnings;
+          load_sharded(in_another_order, path);
+          EXPECT_EQ(warnings.count("by position"), 0);
+        }
+        step(ddp, optimizer);
+        step(ddp_of_other, in_another_order);
+        for (int i = 0; i < 2; ++i) EXPECT_TRUE(at::equal(other->parameters()[i], module->parameters()[i])) << i;
+
+        // Nobody names these.
+        const auto nameless = parameters_of({{3, 2}, {3, 2}});
+        Zero by_position(nameless, {}, world.group());
+        const ddp_models::Warnings warnings;
+        load_sharded(by_position, path);
+        EXPECT_EQ(warnings.count("by position"), 1);
+        EXPECT_EQ(warnings.count("parameter 0 gets the state of 'a'"), 1);
+        EXPECT_EQ(warnings.count("parameter_names"), 1);
+        barrier(world.group());
+      },
+      {1, 2}, {"threads"});
+}
+
+// (E-2) names that two wrapped modules share say nothing
+TEST(ZeroStreaming, FilesGoByPositionIfTwoModulesShareTheirNames) {
+  const TempDir folder;
+  testing::run_threads_in_gtest({.world_size = 2}, [&](const World& world) {
+    const auto path = folder.file("shared");
+    DistributedDataParallel one(std::make_shared<TwoAlike>(), world.group());
+    DistributedDataParallel two(std::make_shared<TwoAlike>(), world.group());
+    auto parameters = one.parameters();
+    for (const auto& parameter : two.parameters()) parameters.push_back(parameter);
+    Zero optimizer(parameters, {}, world.group());
+    train(optimizer, parameters, 1);
+    save_sharded(optimizer, path);
+    const ddp_models::Warnings warnings;
+    load_sharded(optimizer, path);
+    EXPECT_EQ(warnings.count("by position"), 0) << "the file has no names either";
+    train(optimizer, parameters, 1);
   });
 }
 
