@@ -28,7 +28,8 @@ DdpBase::~DdpBase() = default;
 
 DdpOptions DdpBase::with_group(DdpOptions options, const GroupPtr& group) {
   TORCH_CHECK(group, "[lockstep/ddp] the process group is null: this rank is not in it");
-  TORCH_CHECK(!options.process_group || options.process_group == group, "[lockstep/ddp] two process groups were given");
+  TORCH_CHECK(!options.process_group || *options.process_group == group,
+              "[lockstep/ddp] two process groups were given");
   options.process_group = group;
   return options;
 }

@@ -10,7 +10,7 @@ void DdpEngine::restore(const DdpSnapshot& snapshot) {
 
 DdpSnapshot DdpEngine::snapshot() const {
   auto options = options_;
-  options.process_group = nullptr;
+  options.process_group.reset();
   options.device_mesh.reset();
   options.delay_all_reduce_named_params.clear();
   options.param_to_hook_all_reduce.reset();

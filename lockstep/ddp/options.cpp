@@ -63,7 +63,9 @@ GroupPtr group_of(const DdpOptions& options) {
                 options.device_mesh->to_string());
     return options.device_mesh->get_group();
   }
-  return options.process_group ? options.process_group : default_group();
+  if (!options.process_group) return default_group();
+  check_member(*options.process_group);
+  return *options.process_group;
 }
 
 }  // namespace lockstep::detail

@@ -30,8 +30,8 @@ struct DdpOptions {
   std::optional<bool> forward_sync_buffers = std::nullopt;
   /// False: nothing is compared and copied at construction. The ranks' models must then be the same already.
   bool init_sync = true;
-  /// Null: the default group.
-  GroupPtr process_group = nullptr;
+  /// Not given: the default group. Null is refused: it is what new_group() gives to ranks that are not in it.
+  std::optional<GroupPtr> process_group = std::nullopt;
   /// In place of a group: a mesh of one axis.
   std::optional<DeviceMesh> device_mesh = std::nullopt;
   /// In MiB. None: 25, with a first bucket of 1.

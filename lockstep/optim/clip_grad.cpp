@@ -163,7 +163,8 @@ at::Tensor get_total_norm(const std::vector<at::Tensor>& tensors, const NormOpti
               "[lockstep/optim] some of these gradients are divided over groups of their own, which are known. Leave ",
               "NormOptions::process_group out.");
   if (options.process_group) {
-    shards.front().groups = {*options.process_group ? *options.process_group : default_group()};
+    check_member(*options.process_group);
+    shards.front().groups = {*options.process_group};
   } else if (shards.front().gradients.empty() && shards.size() > 1) {
     shards.erase(shards.begin());
   }

@@ -28,7 +28,8 @@ struct NormOptions {
   /// False: tensor by tensor.
   bool foreach = true;
   /// Given: every element of the gradients is on exactly one rank of the group, and the norm is that of all. Every rank
-  /// must call, those without gradients too. A null group is the default group.
+  /// must call, those without gradients too. Null is refused: it is what new_group() gives to ranks that are
+  /// not in it.
   std::optional<GroupPtr> process_group = std::nullopt;
   /// Where the norm is if there is no gradient; ranks with none need it if the group does.
   c10::Device device = at::kCPU;

@@ -36,6 +36,7 @@ GradScaler::GradScaler(GradScalerOptions options) : options_(std::move(options))
     options_.enabled = false;
   }
   if (!options_.enabled) return;
+  if (options_.process_group) check_member(*options_.process_group);
   TORCH_CHECK(options_.growth_factor > 1, "[lockstep/optim] the growth factor must be > 1, not ",
               options_.growth_factor);
   TORCH_CHECK(options_.backoff_factor < 1, "[lockstep/optim] the backoff factor must be < 1, not ",
@@ -96,7 +97,7 @@ std::vector<GroupPtr> GradScaler::groups_to_agree(torch::optim::Optimizer& optim
   const auto add = [&](const GroupPtr& group) {
     if (std::find(groups.begin(), groups.end(), group) == groups.end()) groups.push_back(group);
   };
-  if (const auto& given = options_.process_group) add(*given ? *given : default_group());
+  if (const auto& given = options_.process_group) add(*given);
   for (const auto& shard : shards) std::for_each(shard.groups.begin(), shard.groups.end(), add);
   if (const auto* sharded = dynamic_cast<const ShardedGradients*>(&optimizer)) {
     for (const auto& group : sharded->stepping_groups()) add(group);

@@ -33,7 +33,8 @@ struct GradScalerOptions {
   /// False: everything passes through.
   bool enabled = true;
   /// Given: if the gradients of one of its ranks have overflowed, no rank steps. Collective: all ranks unscale the same
-  /// optimizers in the same order, also those without a gradient. A null group is the default group.
+  /// optimizers in the same order, also those without a gradient. Null is refused: it is what new_group() gives to
+  /// ranks that are not in it.
   std::optional<GroupPtr> process_group = std::nullopt;
 };
 

@@ -24,9 +24,21 @@ namespace {
 
 using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 
+void check_has_this_rank(const GroupPtr& group) {
+  if (group) return;
+  const auto world = current_world();
+  TORCH_CHECK(
+      false, "[lockstep/zero] rank ", world ? str(world->rank(), " of ", world->world_size()) : "unknown",
+      ": this rank is not in the process group it was given, which is null. Only ranks of the group may make a ",
+      "ZeroRedundancyOptimizer on it.");
+}
+
 /// Without a group of its own that over which the gradients are averaged: elsewhere they are not the same.
 GroupPtr group_of(const ZeroOptions& options, const Groups& groups) {
-  if (options.process_group) return options.process_group;
+  if (options.process_group) {
+    check_has_this_rank(*options.process_group);
+    return *options.process_group;
+  }
   if (const auto ddp = options.ddp.engine()) return ddp->group();
   for (const auto& group : groups) {
     for (const auto& parameter : group.params()) {
@@ -81,15 +93,6 @@ ZeroOptimizer::ZeroOptimizer(const Groups& groups, LocalOptimizerType type, Zero
 ZeroOptimizer::~ZeroOptimizer() {
   sharding_->detach();
   if (has_sharded_gradients()) give_gradients_back();
-}
-
-GroupPtr ZeroOptimizer::group_with_this_rank(GroupPtr group) {
-  if (group) return group;
-  const auto world = current_world();
-  TORCH_CHECK(
-      false, "[lockstep/zero] rank ", world ? str(world->rank(), " of ", world->world_size()) : "unknown",
-      ": this rank is not in the process group it was given, which is null. Only ranks of the group may make a ",
-      "ZeroRedundancyOptimizer on it.");
 }
 
 std::shared_ptr<detail::Sharding> ZeroOptimizer::made_sharding() {

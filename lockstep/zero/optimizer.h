@@ -112,9 +112,6 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Sh
   ZeroOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups, LocalOptimizerType type,
                 ZeroOptions options);
 
-  /// The group, which must not be null: that is what new_group() gives to ranks that are not in it.
-  static GroupPtr group_with_this_rank(GroupPtr group);
-
   /// step() with something else in place of the local optimizer's step().
   at::Tensor step_with(const LocalStep& local_step, LossClosure closure);
   torch::optim::Optimizer& local();

@@ -40,9 +40,10 @@ class DdpReference {
 };
 
 struct ZeroOptions {
-  /// The ranks among which state is divided. Null: the group of `ddp`, or of the DistributedDataParallel that averages
-  /// the parameters, else the default group.
-  GroupPtr process_group = nullptr;
+  /// The ranks among which state is divided. Not given: the group of `ddp`, or of the DistributedDataParallel that
+  /// averages the parameters, else the default group. Null is refused: it is what new_group() gives to ranks that are
+  /// not in it.
+  std::optional<GroupPtr> process_group = std::nullopt;
   /// One program goes from plain data parallelism to sharded gradients by this option.
   ZeroStage stage = ZeroStage::kState;
   /// The wrapper whose backwards compute the gradients.

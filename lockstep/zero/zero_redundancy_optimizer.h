@@ -80,11 +80,9 @@ class ZeroRedundancyOptimizer final : public ZeroOptimizer {
       : ZeroRedundancyOptimizer(ParamGroups{{std::move(params)}}, std::move(options), std::move(zero)) {}
   /// A null group, which new_group() gives to ranks that are not in it, is refused.
   ZeroRedundancyOptimizer(const ParamGroups& params, LocalOptions options, const GroupPtr& group)
-      : ZeroRedundancyOptimizer(params, std::move(options), ZeroOptions{.process_group = group_with_this_rank(group)}) {
-  }
+      : ZeroRedundancyOptimizer(params, std::move(options), ZeroOptions{.process_group = group}) {}
   ZeroRedundancyOptimizer(std::vector<at::Tensor> params, LocalOptions options, const GroupPtr& group)
-      : ZeroRedundancyOptimizer(std::move(params), std::move(options),
-                                ZeroOptions{.process_group = group_with_this_rank(group)}) {}
+      : ZeroRedundancyOptimizer(std::move(params), std::move(options), ZeroOptions{.process_group = group}) {}
 
   using ZeroOptimizer::step;
   /// step() with `local_step(optimizer)` in place of the local optimizer's own: for steps that take arguments. What it

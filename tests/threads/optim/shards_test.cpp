@@ -195,5 +195,14 @@ LOCKSTEP_THREAD_TEST(ShardedGradientsOnAMesh, LeaveOutAStepTogether, 4) {
   EXPECT_EQ(optimizer.param_groups()[0].params()[0].abs().sum().item<float>(), 0) << "not stepped";
 }
 
+// (E-3)
+LOCKSTEP_THREAD_TEST(ClipGradShards, RefusesAGroupThisRankIsNotIn, 2) {
+  const auto first = new_group(world.group(), {0});
+  if (first) return;
+  const auto parameters = parameters_with(all_gradients());
+  expect_error([&] { clip_grad_norm_(parameters, 1, {.process_group = first}); }, {"null", "not part of it"});
+  expect_error([&] { GradScaler({.device = at::kCPU, .process_group = first}); }, {"null", "not part of it"});
+}
+
 }  // namespace
 }  // namespace lockstep
