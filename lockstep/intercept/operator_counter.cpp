@@ -35,6 +35,13 @@ struct OperatorCounter::State {
     std::string name;
     // By the address of the dispatcher's entry: a name would have to be put together for every call.
     std::unordered_map<const c10::OperatorName*, Entry> entries;
+
+    /// Without what was not called since reset().
+    void add_to(std::map<std::string, OperatorCount>& counts) const {
+      for (const auto& [name, entry] : entries) {
+        if (const auto count = entry.count(); count.calls > 0) counts[name->name] += count;
+      }
+    }
   };
 
   // Guarded by mutex: autograd's threads count too. Entries stay where they are. Labels in the order they came.
@@ -155,20 +162,23 @@ EnterScope OperatorCounter::count(const std::string& label) {
 std::map<std::string, OperatorCount> OperatorCounter::counts() const {
   const std::lock_guard lock(state_->mutex);
   std::map<std::string, OperatorCount> counts;
-  for (const auto& label : state_->labels) {
-    for (const auto& [name, entry] : label->entries) counts[name->name] += entry.count();
-  }
+  for (const auto& label : state_->labels) label->add_to(counts);
   return counts;
 }
 
 std::map<std::string, OperatorCount> OperatorCounter::counts(const std::string& label) const {
   const std::lock_guard lock(state_->mutex);
-  std::map<std::string, OperatorCount> counts;
-  for (const auto& known : state_->labels) {
-    if (known->name != label) continue;
-    for (const auto& [name, entry] : known->entries) counts[name->name] += entry.count();
+  std::vector<std::string> known;
+  for (const auto& each : state_->labels) {
+    if (each->name == label) {
+      std::map<std::string, OperatorCount> counts;
+      each->add_to(counts);
+      return counts;
+    }
+    known.push_back(str("'", each->name, "'"));
   }
-  return counts;
+  TORCH_CHECK(false, "[lockstep/intercept] OperatorCounter: nothing was counted under '", label, "'. Its labels are ",
+              known.empty() ? "none" : join(known, ", "), ".");
 }
 
 OperatorCount OperatorCounter::total() const {
@@ -190,12 +200,13 @@ std::string OperatorCounter::to_string() const {
   std::string text = head.data();
   for (const auto& label : labels) {
     const auto by_name = counts(label);
+    if (by_name.empty()) continue;
     std::vector<std::pair<std::string, OperatorCount>> rows(by_name.begin(), by_name.end());
     std::stable_sort(rows.begin(), rows.end(), [](const auto& a, const auto& b) {
       return std::pair(a.second.flops, a.second.bytes) > std::pair(b.second.flops, b.second.bytes);
     });
+    if (!label.empty()) text += line(label, total_of(by_name));
     for (const auto& [name, count] : rows) text += line(label.empty() ? name : str("  ", name), count);
-    if (!label.empty()) text += line(label, total(label));
   }
   return text + line("all", total());
 }

@@ -47,15 +47,17 @@ class OperatorCounter {
   /// of both is in both.
   [[nodiscard]] EnterScope count(const std::string& label = "");
 
-  /// By operator, "aten::addmm", of all labels together or of one.
+  /// By operator, "aten::addmm", of all labels together or of one, which must have been counted under once: another is
+  /// refused, naming those there are.
   std::map<std::string, OperatorCount> counts() const;
   std::map<std::string, OperatorCount> counts(const std::string& label) const;
   OperatorCount total() const;
   OperatorCount total(const std::string& label) const;
 
-  /// A table: by label, the operators with most floating point operations and bytes first.
+  /// A table: under each label, the operators with most floating point operations and bytes first.
   std::string to_string() const;
 
+  /// Forgets the calls, not the labels.
   void reset();
 
  private:

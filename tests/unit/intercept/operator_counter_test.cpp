@@ -3,6 +3,8 @@
 
 #include <thread>
 
+#include "lockstep/testing/checks.h"
+
 namespace lockstep {
 namespace {
 
@@ -118,6 +120,38 @@ TEST(OperatorCounter, KeepsLabelsApart) {
   }
   counter.reset();
   EXPECT_EQ(counter.total().calls, 0);
+}
+
+// (E-8)
+TEST(OperatorCounter, RefusesLabelsItDoesNotKnow) {
+  OperatorCounter counter;
+  testing::expect_error([&] { counter.total("forward"); }, {"'forward'", "labels are none"});
+  { const auto counting = counter.count("forward"); }
+  { const auto counting = counter.count("backward"); }
+  EXPECT_EQ(counter.total("forward").calls, 0);
+  testing::expect_error([&] { counter.total("foward"); }, {"'foward'", "'forward', 'backward'"});
+  testing::expect_error([&] { counter.counts("foward"); }, {"'forward', 'backward'"});
+}
+
+// (E-8)
+TEST(OperatorCounter, ShowsLabelsAboveTheirRowsAndNothingFromBeforeAReset) {
+  OperatorCounter counter;
+  const auto a = torch::ones({4, 4});
+  {
+    const auto counting = counter.count("forward");
+    a.mm(a);
+  }
+  const auto table = counter.to_string();
+  EXPECT_LT(table.find("forward"), table.find("aten::mm"));
+  counter.reset();
+  EXPECT_TRUE(counter.counts().empty());
+  EXPECT_TRUE(counter.counts("forward").empty());
+  EXPECT_EQ(counter.to_string().find("aten::mm"), std::string::npos);
+  {
+    const auto counting = counter.count("forward");
+    a.add(a);
+  }
+  EXPECT_EQ(counter.counts("forward").size(), 1);
 }
 
 TEST(OperatorCounter, ChangesNoBits) {
