@@ -61,4 +61,11 @@ struct MaterializeOptions {
 /// materialize_tensor() for all parameters and buffers of `module`. Local.
 void materialize_module(const torch::nn::Module& module, MaterializeOptions options = {});
 
+/// Of what a holder or pointer points to.
+template <class Holder>
+  requires requires(const Holder& module) { materialize_module(*module, MaterializeOptions()); }
+void materialize_module(const Holder& module, MaterializeOptions options = {}) {
+  materialize_module(*module, options);
+}
+
 }  // namespace lockstep

@@ -13,6 +13,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
 
+#include <initializer_list>
 #include <map>
 #include <optional>
 #include <string>
@@ -38,9 +39,17 @@ struct GradScalerOptions {
   std::optional<GroupPtr> process_group = std::nullopt;
 };
 
+namespace detail {
+struct NoOption {
+  NoOption() = delete;
+};
+}  // namespace detail
+
 class GradScaler {
  public:
   explicit GradScaler(GradScalerOptions options = {});
+  /// GradScaler scaler({}): else {} could be a GradScaler to copy as well.
+  explicit GradScaler(std::initializer_list<detail::NoOption> /*none*/) : GradScaler() {}
 
   at::Tensor scale(const at::Tensor& output);
   std::vector<at::Tensor> scale(const std::vector<at::Tensor>& outputs);

@@ -25,6 +25,13 @@ struct Training {
   }
 };
 
+// (E-9)
+TEST(GradScaler, IsMadeFromBraces) {
+  EXPECT_EQ(GradScaler({}).is_enabled(), GradScaler().is_enabled());
+  GradScaler scaler({.device = at::kCPU});
+  EXPECT_TRUE(scaler.is_enabled());
+}
+
 TEST(GradScaler, UnscalesOnceBeforeTheStep) {
   Training training;
   GradScaler scaler(on_cpu());
