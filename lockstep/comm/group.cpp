@@ -95,8 +95,11 @@ ServingBackend::ServingBackend(c10d::Backend& backend)
 ServingBackend backend_for(const GroupPtr& group, const GroupState& state, c10::DeviceType device, const Call& what) {
   if (const auto found = state.backends.find(device); found != state.backends.end()) return found->second;
   TORCH_CHECK(serves_device(group, device), "[lockstep/comm] ", state.who(), ": ", what.describe(), " on group '",
-              state.description.name, "': the group has no backend for ", c10::DeviceTypeName(device, true),
-              " tensors");
+              state.description.name, "': the group has no backend for ", c10::DeviceTypeName(device, true), " tensors",
+              device == at::kMeta
+                  ? ", which have no memory. Call materialize_module() first if they were made inside of "
+                    "deferred_init."
+                  : "");
   return ServingBackend(*group->getBackend(device));
 }
 

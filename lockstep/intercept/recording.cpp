@@ -19,6 +19,25 @@ constexpr auto kNoAddress =
     "read or written by address. Call materialize_module() first; tensors made from values of the program "
     "(torch::tensor(vector)) need torch::from_blob(...).clone() inside of the scope, or a place outside of it.";
 
+constexpr auto kInsideOfScope = "Compute it from numbers, or build that part outside of the scope.";
+constexpr auto kAfterScope = "Call materialize_module() first.";
+
+/// Of what an operator returned.
+template <class Visit>
+void for_each_tensor_in(const torch::jit::Stack& results, const Visit& visit) {
+  for (const auto& result : results) {
+    if (result.isTensor()) visit(result.toTensor());
+    if (!result.isTensorList()) continue;
+    for (const at::Tensor& tensor : result.toTensorList()) visit(tensor);
+  }
+}
+
+/// The same values elsewhere: Module::to() makes them with gradients on.
+bool is_copy(const OperatorCall& call) {
+  const auto& name = call.op().operator_name().name;
+  return name == "aten::to" || name == "aten::_to_copy" || name == "aten::clone" || name == "aten::contiguous";
+}
+
 /// The device the call names for its results; meta, which tensors of the build show, is no such name.
 std::optional<at::Device> named_device(const OperatorCall& call) {
   for (std::size_t i = 0; i < call.argument_count(); ++i) {
@@ -95,9 +114,31 @@ void Recording::record(OperatorCall& call) {
   auto recorded = describe(call);
   const auto named = named_device(call);
   const bool moves = named && !recorded.read.empty() && *named != storages_[recorded.read.front()].device;
-  auto results = run_for_shapes(call, moves);
+  auto results = run_for_shapes(call, moves, is_open_ ? kInsideOfScope : kAfterScope);
+  if (!is_open_) check_is_edit(call, recorded, results);
   keep(call, std::move(recorded), results);
   call.replace(std::move(results));
+}
+
+void Recording::check_is_edit(const OperatorCall& call, const RecordedOperator& recorded,
+                              const torch::jit::Stack& results) const {
+  bool meets_memory = false;
+  for (const auto& argument : recorded.arguments) {
+    for (const auto& operand : argument.operands) {
+      meets_memory = meets_memory || (operand.real.defined() && operand.real.dim() > 0);
+    }
+  }
+  bool makes_value = false;
+  bool has_gradient = false;
+  for_each_tensor_in(results, [&](const at::Tensor& tensor) {
+    if (!tensor.defined() || DeferredStorage::of(tensor) != nullptr) return;
+    makes_value = true;
+    has_gradient = has_gradient || (tensor.requires_grad() && !is_copy(call));
+  });
+  TORCH_CHECK(!makes_value || (!meets_memory && !has_gradient), "[lockstep/intercept] ", call.name(),
+              " computes with a tensor that has no memory yet: it was made inside of deferred_init, and nothing it "
+              "is used for would have values. ",
+              kAfterScope);
 }
 
 Operand Recording::operand_of(const OperatorCall& call, const at::Tensor& tensor, bool is_written) const {

@@ -89,6 +89,9 @@ class Recording : public TensorRule, public std::enable_shared_from_this<Recordi
   friend class Replay;
 
   void record(OperatorCall& call);
+  /// After the build: throws if the call is a forward pass, not an edit of what was built.
+  void check_is_edit(const OperatorCall& call, const RecordedOperator& recorded,
+                     const torch::jit::Stack& results) const;
   RecordedOperator describe(const OperatorCall& call) const;
   Operand operand_of(const OperatorCall& call, const at::Tensor& tensor, bool is_written) const;
   void keep(const OperatorCall& call, RecordedOperator recorded, torch::jit::Stack& results);

@@ -149,14 +149,14 @@ bool is_random(const c10::OperatorHandle& op) {
   return op.hasTag(at::Tag::nondeterministic_seeded);
 }
 
-torch::jit::Stack run_for_shapes(const OperatorCall& call, bool moves) {
+torch::jit::Stack run_for_shapes(const OperatorCall& call, bool moves, const char* remedy) {
   const NotIntercepted not_intercepted;
   const auto& op = call.op();
   TORCH_CHECK(
       !op.hasTag(at::Tag::data_dependent_output) && !op.hasTag(at::Tag::dynamic_output_shape),
       "[lockstep/intercept] deferred_init: ", call.name(),
-      " needs the values of a tensor that has no memory yet (item(), nonzero(), comparing, indexing by a mask). "
-      "Compute it from numbers, or build that part outside of the scope.");
+      " needs the values of a tensor that has no memory yet (item(), nonzero(), comparing, indexing by a mask). ",
+      remedy);
   try {
     return run_on_meta(call, moves);
   } catch (const c10::NotImplementedError&) {

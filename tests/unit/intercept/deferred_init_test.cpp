@@ -445,7 +445,7 @@ TEST(DeferredInit, NamesWhatCannotBeDeferred) {
               }),
               HasSubstr("two deferred builds"));
   EXPECT_THAT(message_of([&] {
-                const auto used = late->parameters()[0].sum();
+                const auto used = late->parameters()[0].t();
                 materialize_module(*late);
               }),
               HasSubstr("before it had memory"));
@@ -461,6 +461,56 @@ TEST(DeferredInit, NamesWhatCannotBeDeferred) {
               }),
               HasSubstr("another thread is inside of a deferred build"));
   EXPECT_THAT(message_of([] { const DeferredInitScope scope({.device = at::kMeta}); }), HasSubstr("meta has none"));
+}
+
+// (E-4)
+TEST(DeferredInit, RefusesAForwardPassBeforeThereIsMemory) {
+  auto [linear, embedding, norm] = deferred_init(
+      [] { return std::tuple(torch::nn::Linear(3, 2), torch::nn::Embedding(3, 2), torch::nn::BatchNorm1d(3)); });
+  const auto names_remedy = [](const std::function<void()>& work) {
+    EXPECT_THAT(message_of(work), HasSubstr("Call materialize_module() first"));
+  };
+  const auto forwards = [&, &linear = linear, &embedding = embedding, &norm = norm] {
+    names_remedy([&] { linear->forward(torch::ones({4, 3})); });
+    names_remedy([&] { embedding->forward(torch::arange(3)); });
+    names_remedy([&] { norm->forward(torch::ones({4, 3})); });
+  };
+  forwards();
+  {
+    const torch::NoGradGuard no_grad;
+    forwards();
+  }
+  {
+    const c10::InferenceMode mode;
+    forwards();
+  }
+  const auto weight = linear->weight;
+  names_remedy([&] { weight.square().sum().backward(); });
+  names_remedy([&] {
+    const torch::NoGradGuard no_grad;
+    weight.sum().item<double>();
+  });
+  // Nothing of it is left behind.
+  materialize_module(linear);
+  linear->forward(torch::ones({4, 3})).sum().backward();
+  EXPECT_TRUE(linear->weight.grad().defined());
+}
+
+// (E-4)
+TEST(DeferredInit, StillTakesEditsAfterTheScope) {
+  const auto table = torch::arange(6.0).view({2, 3});
+  auto linear = deferred_init([] { return torch::nn::Linear(3, 2); });
+  {
+    const torch::NoGradGuard no_grad;
+    linear->weight.copy_(table);
+    linear->weight.mul_(table).add_(1);
+    linear->bias.set_data(linear->bias.mul(0).add(torch::tensor(2.0)));
+  }
+  linear->to(torch::kDouble);
+  EXPECT_TRUE(is_deferred(linear->weight));
+  materialize_module(linear.ptr());
+  EXPECT_TRUE(at::equal(linear->weight, (table * table + 1).to(at::kDouble)));
+  EXPECT_TRUE(at::equal(linear->bias, at::full({2}, 2.0, at::kDouble)));
 }
 
 int64_t resident_bytes() {
