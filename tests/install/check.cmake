@@ -11,6 +11,14 @@ function(run)
   endif()
 endfunction()
 
+# Without an install there is nothing to be found, rather than half of a package.
+execute_process(COMMAND "${CMAKE_COMMAND}" -S "${CONSUMER_DIR}" -B "${build}" -G "${GENERATOR}"
+  "-DCMAKE_PREFIX_PATH=${BINARY_DIR}" "-DCMAKE_CXX_COMPILER=${CXX}" RESULT_VARIABLE code OUTPUT_VARIABLE text ERROR_VARIABLE text)
+if(code EQUAL 0 OR NOT text MATCHES "Could not find a package configuration file")
+  message(FATAL_ERROR "the build folder shows a package: ${text}")
+endif()
+file(REMOVE_RECURSE "${build}")
+
 run("${CMAKE_COMMAND}" --install "${BINARY_DIR}" --prefix "${prefix}")
 run("${CMAKE_COMMAND}" -S "${CONSUMER_DIR}" -B "${build}" -G "${GENERATOR}" "-DCMAKE_PREFIX_PATH=${prefix}"
   "-DCMAKE_CXX_COMPILER=${CXX}" "-DSANITIZE=${SANITIZE}")
