@@ -49,7 +49,7 @@ TEST(Job, KeepsOnlyTheLastLines) {
   EXPECT_EQ(Job(std::move(options)).run().at(0).last_lines, (Lines{"98", "99", "100"}));
 }
 
-// (E-7) what an uncaught c10::Error says stands above its stack
+// What an uncaught c10::Error says stands above its stack
 TEST(Job, KeepsNoStackFramesAmongTheLastLines) {
   auto options = job_of({"echo 'what(): no memory'; for i in $(seq 30); do echo \"frame #$i: f()\"; done; echo"});
   options.keep_last_lines = 3;
@@ -97,7 +97,6 @@ TEST(Job, OrdersFailuresByTimeNotByRank) {
   EXPECT_EQ(result.at(1).status.code, 2);
 }
 
-// (E-10)
 TEST(Job, LetsSurvivorsSayWhatTheySeeBeforeItStopsThem) {
   auto options = job_of({"sleep 0.2; echo rank 1 is gone; exit 7", "exit 3", "sleep 1000"});
   options.linger_after_failure = milliseconds(1000);
@@ -109,7 +108,6 @@ TEST(Job, LetsSurvivorsSayWhatTheySeeBeforeItStopsThem) {
   EXPECT_TRUE(result.at(2).stopped_by_us);
 }
 
-// (E-10)
 TEST(Job, DoesNotLingerOnceAllHaveEnded) {
   auto options = job_of({"exit 7", "exit 3"});
   options.linger_after_failure = std::chrono::seconds(100);

@@ -91,7 +91,6 @@ TEST(LockstepRun, ReturnsTheCodeOfTheRankThatFailedFirst) {
   EXPECT_TRUE(contains(outcome.err, "stopped ranks 0, 2\n")) << outcome.err;
 }
 
-// (E-10)
 TEST(LockstepRun, ShowsWhatSurvivorsSayOfTheRankThatDied) {
   const auto outcome = run_script({"-n", "2"}, "[ $RANK = 1 ] && exit 3; sleep 0.5; echo rank 1 is gone; exit 1");
   EXPECT_EQ(outcome.code, 3);

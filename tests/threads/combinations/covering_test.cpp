@@ -38,7 +38,6 @@ TEST(Covering, TriesEveryRefusalAloneAndNoSenselessOne) {
   EXPECT_EQ(refused, (std::set<std::string>{"1", "2"}));
 }
 
-// (E-5)
 TEST(Covering, RefusesWhatWouldCoverNothing) {
   const auto all = small();
   for (const int strength : {-1, 0, 5}) {
@@ -55,7 +54,6 @@ TEST(Covering, ReadsWhatItWrites) {
   EXPECT_EQ(all.describe(combination), "a=3, b=y, c=q, d=on");
   EXPECT_EQ(all.parse(all.describe(combination)), combination);
   EXPECT_EQ(all.parse("c=q"), (Combination{0, 0, 1, 0}));
-  // (E-5)
   expect_error([&] { all.parse("c=z"); }, {"'c'", "'z'", "It has 'p', 'q'"});
   expect_error([&] { all.parse("c="); }, {"'c' has no value ''"});
   expect_error([&] { all.parse("c"); }, {"'c' has no value ''"});

@@ -56,7 +56,6 @@ TEST(Combinations, OneProcessTrainsOnTheWholeBatch) {
   }
 }
 
-// (E-5)
 TEST(Combinations, AreRefusedInAWorldOfAnotherSize) {
   const auto report = run_threads({.world_size = 2, .timeout = kRunTimeout}, [](const World& world) {
     expect_error([&] { run_program(world, programs().parse("model=plain, world=3")); },

@@ -111,7 +111,6 @@ LOCKSTEP_THREAD_TEST(DdpConstruction, UsesTheDefaultGroupOrASubgroup, 4) {
   const auto odd = new_subgroups(world.group(), {{1, 3}});
   if (!odd) {
     expect_error([&] { DistributedDataParallel(mlp({3, 2}), odd); }, {"null", "not in it"});
-    // (E-3)
     expect_error([&] { DistributedDataParallel(mlp({3, 2}), {.process_group = odd}); }, {"null", "not part of it"});
     return;
   }

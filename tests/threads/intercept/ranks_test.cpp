@@ -48,7 +48,6 @@ LOCKSTEP_RANK_TEST(Intercept, RanksDeferAndMaterialiseTheSameBits, 3) {
   EXPECT_TRUE(at::equal(deferred->bias, ordinary->bias));
 }
 
-// (E-4)
 LOCKSTEP_RANK_TEST(Intercept, CollectivesSayThatDeferredTensorsHaveNoMemory, 2) {
   const auto tensor = deferred_init([] { return torch::ones({3}); });
   testing::expect_error([&] { all_reduce(tensor); }, {"no memory", "materialize_module()"});

@@ -195,7 +195,6 @@ LOCKSTEP_THREAD_TEST(ShardedGradientsOnAMesh, LeaveOutAStepTogether, 4) {
   EXPECT_EQ(optimizer.param_groups()[0].params()[0].abs().sum().item<float>(), 0) << "not stepped";
 }
 
-// (E-3)
 LOCKSTEP_THREAD_TEST(ClipGradShards, RefusesAGroupThisRankIsNotIn, 2) {
   const auto first = new_group(world.group(), {0});
   if (first) return;

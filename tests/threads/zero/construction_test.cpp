@@ -104,7 +104,6 @@ TEST(ZeroConstruction, WorksInAGroupOfSomeRanksAndRefusesOthers) {
         if (world.rank() % 2 != 0) {
           expect_error([&] { Zero(parameters, {0.1}, even); },
                        {str("rank ", world.rank(), " of 4"), "not in the process group"});
-          // (E-3)
           expect_error([&] { Zero(parameters, {0.1}, {.process_group = even}); },
                        {str("rank ", world.rank(), " of 4"), "not in the process group"});
           return;

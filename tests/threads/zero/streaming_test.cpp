@@ -372,7 +372,7 @@ struct TwoAlike : torch::nn::Module {
   at::Tensor forward(const at::Tensor& x) { return x * parameters()[0] + 3 * x * parameters()[1]; }
 };
 
-// (E-2) the optimizer is not told of the wrapper, and finds it by the parameters
+// The optimizer is not told of the wrapper, and finds it by the parameters
 TEST(ZeroStreaming, FilesKnowParametersByTheNamesOfTheirWrapper) {
   const TempDir folder;
   on_ranks(
@@ -418,7 +418,7 @@ TEST(ZeroStreaming, FilesKnowParametersByTheNamesOfTheirWrapper) {
       {1, 2}, {"threads"});
 }
 
-// (E-2) names that two wrapped modules share say nothing
+// Names that two wrapped modules share say nothing
 TEST(ZeroStreaming, FilesGoByPositionIfTwoModulesShareTheirNames) {
   const TempDir folder;
   testing::run_threads_in_gtest({.world_size = 2}, [&](const World& world) {
@@ -437,7 +437,7 @@ TEST(ZeroStreaming, FilesGoByPositionIfTwoModulesShareTheirNames) {
   });
 }
 
-// (E-1) by file, by archive and by dictionary, however state is divided: the momenta would be dropped
+// By file, by archive and by dictionary, however state is divided: the momenta would be dropped
 TEST(ZeroStreaming, StateOfAnotherKindIsRefusedByAllRanks) {
   const TempDir folder;
   on_ranks(

@@ -463,7 +463,6 @@ TEST(DeferredInit, NamesWhatCannotBeDeferred) {
   EXPECT_THAT(message_of([] { const DeferredInitScope scope({.device = at::kMeta}); }), HasSubstr("meta has none"));
 }
 
-// (E-4)
 TEST(DeferredInit, RefusesAForwardPassBeforeThereIsMemory) {
   auto [linear, embedding, norm] = deferred_init(
       [] { return std::tuple(torch::nn::Linear(3, 2), torch::nn::Embedding(3, 2), torch::nn::BatchNorm1d(3)); });
@@ -496,7 +495,6 @@ TEST(DeferredInit, RefusesAForwardPassBeforeThereIsMemory) {
   EXPECT_TRUE(linear->weight.grad().defined());
 }
 
-// (E-4)
 TEST(DeferredInit, StillTakesEditsAfterTheScope) {
   const auto table = torch::arange(6.0).view({2, 3});
   auto linear = deferred_init([] { return torch::nn::Linear(3, 2); });

@@ -122,7 +122,6 @@ TEST(OperatorCounter, KeepsLabelsApart) {
   EXPECT_EQ(counter.total().calls, 0);
 }
 
-// (E-8)
 TEST(OperatorCounter, RefusesLabelsItDoesNotKnow) {
   OperatorCounter counter;
   testing::expect_error([&] { counter.total("forward"); }, {"'forward'", "labels are none"});
@@ -133,7 +132,6 @@ TEST(OperatorCounter, RefusesLabelsItDoesNotKnow) {
   testing::expect_error([&] { counter.counts("foward"); }, {"'forward', 'backward'"});
 }
 
-// (E-8)
 TEST(OperatorCounter, ShowsLabelsAboveTheirRowsAndNothingFromBeforeAReset) {
   OperatorCounter counter;
   const auto a = torch::ones({4, 4});

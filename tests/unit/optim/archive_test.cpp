@@ -147,7 +147,7 @@ void expect_refused_by(const typename From::Options& options, const std::string&
   (expect_refused<From, Into>(from, parameters, kind), ...);
 }
 
-// (E-1) momenta of another kind would be dropped, and the rest go on with an empty state
+// Momenta of another kind would be dropped, and the rest go on with an empty state
 TEST(OptimArchive, OfAnotherKindIsRefusedNamingBoth) {
   using namespace optim;
   expect_refused_by<AdamW, Adadelta, Adagrad, Adamax, RMSprop, Rprop, SGD>({}, "Adam or AdamW");
@@ -160,7 +160,7 @@ TEST(OptimArchive, OfAnotherKindIsRefusedNamingBoth) {
   expect_refused_by<Rprop, Adadelta, Adagrad, Adamax, Adam, RMSprop, SGD>({}, "Rprop");
 }
 
-// (E-1) libtorch's own classes, where a dictionary is loaded by us
+// Libtorch's own classes, where a dictionary is loaded by us
 TEST(OptimArchive, OfAnotherKindIsRefusedForLibtorchsOptimizersToo) {
   const auto parameters = made_parameters();
   optim::AdamW from(parameters);

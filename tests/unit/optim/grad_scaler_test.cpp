@@ -25,7 +25,6 @@ struct Training {
   }
 };
 
-// (E-9)
 TEST(GradScaler, IsMadeFromBraces) {
   EXPECT_EQ(GradScaler({}).is_enabled(), GradScaler().is_enabled());
   GradScaler scaler({.device = at::kCPU});
