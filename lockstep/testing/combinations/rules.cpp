@@ -53,9 +53,9 @@ std::vector<Rule> program_rules() {
       {.when = {"way=overlap|interleaved", "wrapper=per_parameter"}, .text = "needs buckets"},
       {.when = {"way=overlap|interleaved", "wrapper=delayed"}, .text = "delay_all_reduce_named_params"},
       {.when = {"way=overlap|interleaved", "model=sparse"}, .text = "sparse gradient"},
+      {.when = {"way=overlap|interleaved", "loop=backward throws", "inputs=even"}, .text = "[lockstep/ddp]"},
       // Beside a rank that mirrors, either the refusal or the mismatch is heard of first.
-      {.when = {"way=overlap|interleaved", "loop=backward throws", "inputs=uneven", "world=2|3"}, .text = "[lockstep/"},
-      {.when = {"way=overlap|interleaved", "loop=backward throws"}, .text = "[lockstep/ddp]"},
+      {.when = {"way=overlap|interleaved", "loop=backward throws", "inputs=uneven"}, .text = "[lockstep/"},
       {.when = {"way=overlap|interleaved", "event=add group"}, .text = "is none of the optimizer's parameters"},
       {.when = {"way=overlap|interleaved", "event=resume"}, .text = "is not possible yet"},
       {.when = {"way=overlap|interleaved", "event=freeze"}, .text = "[lockstep/", .is_late = true},
