@@ -85,7 +85,7 @@ CommHook fp16_compress_hook(GroupPtr group) {  // NOLINT(performance-unnecessary
   return compress_hook("fp16_compress_hook", at::kHalf, group);
 }
 
-CommHook bf16_compress_hook(GroupPtr group) {
+CommHook bf16_compress_hook(GroupPtr group) {  // NOLINT(performance-unnecessary-value-param)
   auto hook = compress_hook("bf16_compress_hook", at::kBFloat16, group);
   hook.check = [group, name = hook.name](const GroupPtr& of_wrapper, c10::Device device) {
     detail::check_can_sum(name, at::kBFloat16, group ? group : of_wrapper, device);

@@ -245,7 +245,8 @@ FsdpNoSync::~FsdpNoSync() {
   root_->tree().set_requires_gradient_sync(*root_, true, /*recurse=*/true);
 }
 
-SummonGuard::SummonGuard(std::vector<std::shared_ptr<detail::Unit>> units, bool writeback) : writeback_(writeback) {
+SummonGuard::SummonGuard(const std::vector<std::shared_ptr<detail::Unit>>& units, bool writeback)
+    : writeback_(writeback) {
   for (const auto& unit : units) {
     unit->tree().summon(*unit);
     units_.push_back(unit);

@@ -36,7 +36,7 @@ class Unit;
 /// While it lives, whole parameters may be read and written by the program. Between steps, one at a time.
 class SummonGuard {
  public:
-  SummonGuard(std::vector<std::shared_ptr<detail::Unit>> units, bool writeback);
+  SummonGuard(const std::vector<std::shared_ptr<detail::Unit>>& units, bool writeback);
   ~SummonGuard();
   SummonGuard(SummonGuard&&) noexcept = default;
   SummonGuard& operator=(SummonGuard&&) = delete;

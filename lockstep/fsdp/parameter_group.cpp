@@ -40,7 +40,7 @@ Placements placements_on(const DeviceMesh& mesh) {
 
 ParameterGroup::ParameterGroup(const std::vector<WholeParameter>& parameters, const DeviceMesh& mesh,
                                const MixedPrecisionPolicy& policy, const std::shared_ptr<StorageOwner>& owner,
-                               std::string unit)
+                               const std::string& unit)
     : policy_(policy),
       mesh_(mesh),
       group_(sharding_group(mesh)),

@@ -32,7 +32,8 @@ class ParameterGroup {
  public:
   /// Cuts the parameters: each keeps its sizes and loses its memory, for which `owner` answers from then on. Local.
   ParameterGroup(const std::vector<WholeParameter>& parameters, const DeviceMesh& mesh,
-                 const MixedPrecisionPolicy& policy, const std::shared_ptr<StorageOwner>& owner, std::string unit);
+                 const MixedPrecisionPolicy& policy, const std::shared_ptr<StorageOwner>& owner,
+                 const std::string& unit);
 
   std::size_t count() const { return members_.size(); }
   const std::string& name(std::size_t index) const { return members_[index].name; }

@@ -181,7 +181,7 @@ void install_interceptor() {
                   "plugin that each link their own). Load only one of them. libtorch says: ",
                   error.what_without_backtrace());
     }
-    static_cast<void>(library.release());
+    [[maybe_unused]] const auto* kept = library.release();
     return true;
   }();
   static_cast<void>(is_installed);

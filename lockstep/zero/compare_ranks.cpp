@@ -116,7 +116,7 @@ void ZeroOptimizer::compare_once() {
   // Two numbers from each rank, as long as they are the same.
   const auto as_number = [](const std::string& text) { return static_cast<int64_t>(std::hash<std::string>()(text)); };
   const auto mine = at::tensor({as_number(all_facts), as_number(all_marks)}, at::kLong).to(default_device_);
-  const auto gathered = at::empty({2 * group_->getSize()}, mine.options());
+  const auto gathered = at::empty({int64_t{2} * group_->getSize()}, mine.options());
   all_gather_into_tensor(gathered, mine, group_);
   const auto numbers = gathered.cpu().view({-1, 2});
   if (!numbers.select(1, 0).eq(numbers[0][0]).all().item<bool>()) {

@@ -25,7 +25,7 @@ namespace lockstep {
 namespace detail {
 
 template <class Optim, class... Bases>
-inline constexpr bool is_one_of = (std::is_same_v<Optim, Bases> || ...);
+inline constexpr bool kIsOneOf = (std::is_same_v<Optim, Bases> || ...);
 
 /// What an optimizer is built from: the type it names `Options`, or that of the libtorch optimizer it derives from.
 template <class Optim>
@@ -52,9 +52,9 @@ auto options_type() {
 template <class Optim>
 constexpr bool is_elementwise_optimizer() {
   if constexpr (requires { Optim::kIsElementwise; }) return Optim::kIsElementwise;
-  return is_one_of<Optim, torch::optim::Adam, torch::optim::AdamW, torch::optim::SGD, torch::optim::Adagrad,
-                   torch::optim::RMSprop, optim::Adadelta, optim::Adagrad, optim::Adam, optim::Adamax, optim::AdamW,
-                   optim::RMSprop, optim::Rprop, optim::SGD>;
+  return kIsOneOf<Optim, torch::optim::Adam, torch::optim::AdamW, torch::optim::SGD, torch::optim::Adagrad,
+                  torch::optim::RMSprop, optim::Adadelta, optim::Adagrad, optim::Adam, optim::Adamax, optim::AdamW,
+                  optim::RMSprop, optim::Rprop, optim::SGD>;
 }
 
 }  // namespace detail

@@ -101,7 +101,8 @@ void Trainer::zero_grad() {
 }
 
 at::Tensor batch_of(int step, int rank, int number) {
-  auto generator = at::detail::createCPUGenerator(static_cast<uint64_t>((step * 16 + rank) * 4 + number + 1));
+  auto generator = at::detail::createCPUGenerator((static_cast<uint64_t>(step) * 16 + static_cast<uint64_t>(rank)) * 4 +
+                                                  static_cast<uint64_t>(number) + 1);
   // Ranks must not have gradients alike, else a missing average would hardly show.
   return at::randn({4, 4}, generator, at::TensorOptions(at::kFloat)) * (1 + 0.5 * rank) + 0.3 * rank;
 }
