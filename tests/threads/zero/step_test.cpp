@@ -19,7 +19,7 @@ template <class Optim>
 void expect_as_unsharded(const World& world, const typename ZeroRedundancyOptimizer<Optim>::LocalOptions& options) {
   for (const auto& [name, zero] : ways(world.group())) {
     SCOPED_TRACE(c10::demangle_type<Optim>() + (", " + name));
-    const bool is_fused = detail::is_one_of<Optim, optim::Adam, optim::AdamW, optim::SGD, optim::Adagrad>;
+    const bool is_fused = detail::kIsOneOf<Optim, optim::Adam, optim::AdamW, optim::SGD, optim::Adagrad>;
     const auto within = is_fused && zero.partition == ZeroPartition::kElements ? kFusedSlices : Within{};
     const auto expected = parameters_of(kShapes);
     const auto parameters = copies_of(expected);
