@@ -4,6 +4,7 @@
 #include <map>
 #include <thread>
 
+#include "lockstep/base/deadline.h"
 #include "lockstep/base/str.h"
 #include "lockstep/comm/failure.h"
 #include "lockstep/comm/objects.h"
@@ -110,7 +111,7 @@ std::string meet(const std::string& what, const GroupPtr& group) {
   const auto key_of = [&](int each) { return str("meeting/", launched, "/", each); };
   store->set(key_of(rank), std::vector<uint8_t>{1});
   auto absent = detail::first_ranks(size);
-  const auto deadline = std::chrono::steady_clock::now() + state.description.timeout;
+  const auto deadline = deadline_after(state.description.timeout);
   while (true) {
     std::erase_if(absent, [&](int each) { return store->check({key_of(each)}); });
     if (absent.empty()) return "";
@@ -121,7 +122,7 @@ std::string meet(const std::string& what, const GroupPtr& group) {
         return str("rank ", state.description.global_ranks[each], " waits for ", wait->operation);
       }
     }
-    if (detail::has_failure(state)) detail::report_failure(state, what, "another rank gave up");
+    if (detail::has_failure(state)) detail::report_failure(state, what, "");
     if (std::chrono::steady_clock::now() > deadline) detail::report_failure(state, what, "the time is over");
     std::this_thread::sleep_for(kPoll);
   }

@@ -1,6 +1,5 @@
 #include "lockstep/fsdp/freed_storage.h"
 
-#include <c10/core/CPUAllocator.h>
 #include <c10/util/typeid.h>
 
 #include <utility>

@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "lockstep/base/str.h"
-#include "lockstep/comm/collectives.h"
 #include "lockstep/comm/world.h"
 #include "lockstep/fsdp/unit_registry.h"
 #include "lockstep/intercept/deferred_init.h"
@@ -221,11 +220,7 @@ void FsdpUnit::reset_iter_state() {
 }
 
 SummonGuard FsdpUnit::summon_full_params(const SummonOptions& options) {
-  std::vector<UnitPtr> units;
-  for (const auto& each : unit_->tree().units()) {
-    if (each == unit_ || (options.recurse && each->is_inside(*unit_))) units.push_back(each);
-  }
-  return {units, options.writeback};
+  return {unit_->tree().below(*unit_, options.recurse), options.writeback};
 }
 
 at::Tensor FsdpUnit::clip_grad_norm_(double max_norm, double norm_type) {

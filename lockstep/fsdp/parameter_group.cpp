@@ -1,8 +1,6 @@
 #include "lockstep/fsdp/parameter_group.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -59,7 +57,6 @@ ParameterGroup::ParameterGroup(const std::vector<WholeParameter>& parameters, co
     const auto chunk = (rows + ranks - 1) / ranks;
     const auto first = std::min(rank * chunk, rows);
     values.push_back(tensor.detach().narrow(0, first, std::min(chunk, rows - first)).clone());
-    const bool is_cast = policy_.param_dtype && tensor.is_floating_point();
     cuts.push_back({.name = name,
                     .sizes = tensor.sizes().vec(),
                     .dtype = tensor.scalar_type(),
@@ -68,7 +65,7 @@ ParameterGroup::ParameterGroup(const std::vector<WholeParameter>& parameters, co
                     .first_row = first,
                     .chunk = chunk,
                     .offset = elements,
-                    .memory = FreedStorage(tensor, is_cast ? *policy_.param_dtype : tensor.scalar_type(), owner,
+                    .memory = FreedStorage(tensor, gathered_dtype(tensor.scalar_type()), owner,
                                            str("[lockstep/fsdp] parameter '", name,
                                                "' is sharded: its memory is there only while an operator uses it. Use "
                                                "it in an operator, or open a summon_full_params() scope."))});
@@ -114,9 +111,8 @@ void ParameterGroup::take_back_shards() {
   }
 }
 
-at::ScalarType ParameterGroup::gathered_dtype(const Member& member) const {
-  const bool is_cast = policy_.param_dtype && at::isFloatingType(member.dtype);
-  return is_cast ? *policy_.param_dtype : member.dtype;
+at::ScalarType ParameterGroup::gathered_dtype(at::ScalarType dtype) const {
+  return policy_.param_dtype && at::isFloatingType(dtype) ? *policy_.param_dtype : dtype;
 }
 
 void ParameterGroup::launch_gather() {
@@ -126,7 +122,7 @@ void ParameterGroup::launch_gather() {
   watch_->clear();
   follow_requires_grad();
   const int64_t ranks = group_->getSize();
-  const auto dtype = gathered_dtype(members_.front());
+  const auto dtype = gathered_dtype(shards_.scalar_type());
   at::Tensor source = shards_;
   if (dtype != shards_.scalar_type()) {
     source = allocate_buffer(shards_.numel(), shards_.options().dtype(dtype), group_);
@@ -150,20 +146,16 @@ void ParameterGroup::launch_gather() {
   }
   const LabelScope label(gather_label_);
   if (!outputs.empty()) gather_ = launch_all_gather_into_tensor_coalesced(outputs, inputs, group_);
-  is_gathering_ = true;
 }
 
 void ParameterGroup::finish_gather() {
-  is_gathering_ = false;
   const auto gathered = std::exchange(gathered_, {});
   std::exchange(gather_, {}).wait();
   for (std::size_t i = 0; i < members_.size(); ++i) members_[i].memory.fill(gathered[i]);
-  is_whole_ = true;
 }
 
 void ParameterGroup::free() {
   for (auto& member : members_) member.memory.free();
-  is_whole_ = false;
 }
 
 void ParameterGroup::write_back() {
@@ -186,19 +178,13 @@ const std::string* ParameterGroup::changed_since_gather() const {
 }
 
 void ParameterGroup::follow_requires_grad() {
+  trainable_count_ = 0;
   for (const auto& member : members_) {
     const auto tensor = member.memory.tensor();
     const bool is_wanted = member.shard.requires_grad();
+    trainable_count_ += is_wanted ? 1 : 0;
     if (tensor.defined() && tensor.requires_grad() != is_wanted) tensor.set_requires_grad(is_wanted);
   }
-}
-
-int64_t ParameterGroup::whole_bytes() const {
-  int64_t bytes = 0;
-  for (const auto& member : members_) {
-    bytes += group_->getSize() * member.padded() * static_cast<int64_t>(c10::elementSize(gathered_dtype(member)));
-  }
-  return bytes;
 }
 
 at::Tensor ParameterGroup::reduction_input(const std::vector<std::size_t>& members, double scale) const {

@@ -43,18 +43,16 @@ class ParameterGroup {
   at::Tensor whole(std::size_t index) const { return members_[index].memory.tensor(); }
 
   // Gathering. All ranks do the same.
-  bool is_whole() const { return is_whole_; }
-  bool is_gathering() const { return is_gathering_; }
   void launch_gather();
-  /// REQUIRES: is_gathering().
+  /// After launch_gather().
   void finish_gather();
   void free();
   /// Brings what the program wrote into the whole parameters into the shards, this rank's part of it.
   void write_back();
   /// Whether shards were written, or exchanged, since they were gathered last. Names the first one.
   const std::string* changed_since_gather() const;
-  /// Lets whole parameters require gradients as their shards do: those may be frozen or thawed any time.
-  void follow_requires_grad();
+  /// How many required gradients when they were gathered last.
+  std::size_t trainable_count() const { return trainable_count_; }
 
   // Reduction of what is in the whole parameters' .grad. All ranks have gradients of the same parameters.
   /// Takes the gradients, each times `scale`, and starts their sum over the ranks.
@@ -66,9 +64,6 @@ class ParameterGroup {
   void hand_out_gradients();
   /// Forgets what was launched and what is in the whole parameters' .grad.
   void drop_gradients();
-
-  int64_t shard_bytes() const { return static_cast<int64_t>(shards_.nbytes()); }
-  int64_t whole_bytes() const;
 
  private:
   struct Member {
@@ -95,7 +90,9 @@ class ParameterGroup {
 
   void cut(Member& member, const at::Tensor& tensor);
   void take_back_shards();
-  at::ScalarType gathered_dtype(const Member& member) const;
+  /// Lets whole parameters require gradients as their shards do: those may be frozen or thawed any time.
+  void follow_requires_grad();
+  at::ScalarType gathered_dtype(at::ScalarType dtype) const;
   at::Tensor reduction_input(const std::vector<std::size_t>& members, double scale) const;
 
   const MixedPrecisionPolicy policy_;
@@ -108,8 +105,7 @@ class ParameterGroup {
   at::Tensor shards_;  // flat, padded; undefined for a unit without parameters
   const std::shared_ptr<ShardWatch> watch_ = std::make_shared<ShardWatch>();
   std::optional<OwnedStorage> watched_;
-  bool is_whole_ = false;
-  bool is_gathering_ = false;
+  std::size_t trainable_count_ = 0;
   std::vector<at::Tensor> gathered_;  // by member, while gathering
   Pending gather_;
   std::vector<Reduction> reductions_;  // on their way

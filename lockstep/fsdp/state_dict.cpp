@@ -5,7 +5,6 @@
 #include <c10/core/GradMode.h>
 #include <torch/nn/module.h>
 
-#include <optional>
 #include <vector>
 
 #include "lockstep/base/str.h"
@@ -16,21 +15,19 @@
 namespace lockstep {
 namespace {
 
-/// The axis that cuts rows; none if the tensor is whole here.
-std::optional<int64_t> cutting_axis(const Layout& layout) {
-  for (int64_t axis = 0; axis < layout.mesh().ndim(); ++axis) {
-    const auto dim = sharded_dim(layout.placements()[static_cast<std::size_t>(axis)]);
-    if (!dim || layout.mesh().size(axis) == 1) continue;
-    TORCH_CHECK(*dim == 0, "[lockstep/fsdp] a full state dict of ", layout, ": only rows can be gathered.");
-    return axis;
-  }
-  return std::nullopt;
+/// Of the ranks that hold the other rows; null if the tensor is whole here.
+GroupPtr cutting_group(const Layout& layout) {
+  const auto axes = layout.dividing_axes();
+  if (axes.empty()) return nullptr;
+  const auto dim = sharded_dim(layout.placements()[static_cast<std::size_t>(axes.front())]);
+  TORCH_CHECK(axes.size() == 1 && dim == 0, "[lockstep/fsdp] a full state dict of ", layout,
+              ": only rows can be gathered.");
+  return layout.mesh().get_group(axes.front());
 }
 
 at::Tensor gathered(const at::Tensor& shard, const Layout& layout) {
-  const auto axis = cutting_axis(layout);
-  if (!axis) return shard.clone();
-  const auto group = layout.mesh().get_group(*axis);
+  const auto group = cutting_group(layout);
+  if (!group) return shard.clone();
   auto sizes = layout.sizes();
   const auto rows = sizes[0];
   const auto ranks = static_cast<int64_t>(group->getSize());
@@ -67,16 +64,16 @@ std::vector<Entry> entries_of(const torch::nn::Module& module) {
 GroupPtr group_of(const std::vector<Entry>& entries) {
   for (const auto& entry : entries) {
     if (!entry.layout) continue;
-    if (const auto axis = cutting_axis(*entry.layout)) return entry.layout->mesh().get_group(*axis);
+    if (auto group = cutting_group(*entry.layout)) return group;
   }
   return nullptr;
 }
 
-int rank_in_mesh(const std::vector<Entry>& entries) {
+bool is_first_of_mesh(const std::vector<Entry>& entries) {
   for (const auto& entry : entries) {
-    if (entry.layout) return entry.layout->mesh().get_rank() == entry.layout->mesh().ranks().front() ? 0 : 1;
+    if (entry.layout) return entry.layout->mesh().get_rank() == entry.layout->mesh().ranks().front();
   }
-  return 0;
+  return true;
 }
 
 /// "a, b": names that are in one and not in the other.
@@ -124,7 +121,7 @@ void take(const Entry& entry, const at::Tensor& whole) {
 ModuleState full_state_dict(const torch::nn::Module& module, const FullStateOptions& options) {
   const at::NoGradGuard no_grad;
   const auto entries = entries_of(module);
-  const bool is_kept = !options.rank0_only || rank_in_mesh(entries) == 0;
+  const bool is_kept = !options.rank0_only || is_first_of_mesh(entries);
   ModuleState state;
   for (const auto& entry : entries) {
     auto whole = entry.layout ? gathered(entry.tensor, *entry.layout) : is_kept ? entry.tensor.clone() : at::Tensor();

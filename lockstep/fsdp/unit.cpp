@@ -1,6 +1,5 @@
 #include "lockstep/fsdp/unit.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -9,7 +8,6 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
-#include <map>
 #include <utility>
 
 #include "lockstep/base/str.h"
@@ -126,11 +124,7 @@ std::vector<UnitPtr> UnitTree::units() const {
   return alive;
 }
 
-UnitPtr UnitTree::root() const {
-  return units_.back().lock();
-}
-
-std::vector<UnitPtr> UnitTree::below(Unit& unit, bool recurse) const {
+std::vector<UnitPtr> UnitTree::below(const Unit& unit, bool recurse) const {
   std::vector<UnitPtr> chosen;
   for (auto& each : units()) {
     if (each.get() == &unit || (recurse && each->is_inside(unit))) chosen.push_back(std::move(each));
@@ -255,7 +249,7 @@ void UnitTree::on_gradient(Unit& unit) {
   std::size_t all = 0;
   for (const auto& group : unit.groups_) {
     all += group->count();
-    for (std::size_t i = 0; i < group->count(); ++i) trainable += group->shard(i).requires_grad() ? 1 : 0;
+    trainable += group->trainable_count();
   }
   if (unit.arrived_ < trainable) return;
   unit.is_done_ = true;
@@ -296,11 +290,21 @@ void UnitTree::end_backward() {
   finish_reductions(0);
   for (const auto& unit : all) {
     for (const auto& group : unit->groups_) group->hand_out_gradients();
-    if (unit->memory_ == Unit::Memory::kGathering) make_whole(*unit);
-    if (unit->reshard_after_backward_) free(*unit);
-    unit->is_used_ = false;
-    unit->is_done_ = false;
+    rest(*unit, unit->reshard_after_backward_);
   }
+  end_passes();
+}
+
+void UnitTree::rest(Unit& unit, bool is_freed) {
+  // What was gathered early, and not needed.
+  if (unit.memory_ == Unit::Memory::kGathering) make_whole(unit);
+  if (is_freed) free(unit);
+  unit.arrived_ = 0;
+  unit.is_used_ = false;
+  unit.is_done_ = false;
+}
+
+void UnitTree::end_passes() {
   forward_order_.end_pass();
   backward_order_.end_pass();
   pass_ = Pass::kNone;
@@ -312,16 +316,9 @@ void UnitTree::forget_step() {
   for (const auto& unit : units()) {
     unit->users_ = 0;
     for (const auto& group : unit->groups_) group->drop_gradients();
-    if (unit->memory_ == Unit::Memory::kGathering) make_whole(*unit);
-    free(*unit);
-    unit->arrived_ = 0;
-    unit->is_used_ = false;
-    unit->is_done_ = false;
+    rest(*unit, /*is_freed=*/true);
   }
-  forward_order_.end_pass();
-  backward_order_.end_pass();
-  pass_ = Pass::kNone;
-  current_ = TouchOrder::kNone;
+  end_passes();
 }
 
 void UnitTree::reset() {

@@ -101,9 +101,10 @@ class UnitTree : public std::enable_shared_from_this<UnitTree> {
   /// No operator has touched it yet.
   bool is_unused() const { return !is_started_; }
 
-  /// Those that are alive, the root first, then in the order in which they were made.
+  /// Those that are alive, inner ones first.
   std::vector<UnitPtr> units() const;
-  UnitPtr root() const;
+  /// `unit` and, with `recurse`, those inside of it.
+  std::vector<UnitPtr> below(const Unit& unit, bool recurse) const;
 
  private:
   enum class Pass { kNone, kForward, kBackward };
@@ -124,7 +125,9 @@ class UnitTree : public std::enable_shared_from_this<UnitTree> {
   void reduce(Unit& unit);
   void finish_reductions(std::size_t left);
   void forget_step();
-  std::vector<UnitPtr> below(Unit& unit, bool recurse) const;
+  /// Ends a unit's part of a step.
+  void rest(Unit& unit, bool is_freed);
+  void end_passes();
   UnitPtr unit_at(int number) const;
 
   mutable std::recursive_mutex mutex_;

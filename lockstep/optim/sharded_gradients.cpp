@@ -12,11 +12,7 @@ std::vector<GroupPtr> dividing_groups(const at::Tensor& parameter) {
   std::vector<GroupPtr> groups;
   const auto layout = layout_of(parameter);
   if (!layout) return groups;
-  const auto& mesh = layout->mesh();
-  for (int64_t axis = 0; axis < mesh.ndim(); ++axis) {
-    const auto& placement = layout->placements()[static_cast<std::size_t>(axis)];
-    if (sharded_dim(placement) && mesh.size(axis) > 1) groups.push_back(mesh.get_group(axis));
-  }
+  for (const auto axis : layout->dividing_axes()) groups.push_back(layout->mesh().get_group(axis));
   return groups;
 }
 

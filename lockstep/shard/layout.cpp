@@ -214,6 +214,14 @@ at::Tensor Layout::cut(const at::Tensor& whole, int rank) const {
   return part;
 }
 
+std::vector<int64_t> Layout::dividing_axes() const {
+  std::vector<int64_t> axes;
+  for (int64_t axis = 0; axis < mesh_.ndim(); ++axis) {
+    if (sharded_dim(placements_[static_cast<std::size_t>(axis)]) && mesh_.size(axis) > 1) axes.push_back(axis);
+  }
+  return axes;
+}
+
 bool Layout::is_replicated() const {
   return std::all_of(placements_.begin(), placements_.end(),
                      [](const Placement& each) { return std::holds_alternative<Replicate>(each); });

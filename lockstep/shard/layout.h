@@ -80,6 +80,8 @@ class Layout {
   at::Tensor cut(const at::Tensor& whole) const;
   at::Tensor cut(const at::Tensor& whole, int rank) const;
 
+  /// Axes of the mesh that divide the tensor among several ranks.
+  std::vector<int64_t> dividing_axes() const;
   /// No axis shards, all hold the whole tensor.
   bool is_replicated() const;
   bool has_partial() const;
