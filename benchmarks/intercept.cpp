@@ -35,7 +35,7 @@ struct Plan {
 
 class Idle : public StorageOwner {
  public:
-  void before_operator(const OperatorCall&, c10::ArrayRef<TouchedTensor>) override {}
+  void before_operator(OperatorCall&, c10::ArrayRef<TouchedTensor>) override {}
 };
 
 class GoingOn : public OperatorScope {

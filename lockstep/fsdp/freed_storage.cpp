@@ -2,6 +2,7 @@
 
 #include <c10/util/typeid.h>
 
+#include <cstddef>
 #include <utility>
 
 namespace lockstep::detail {
@@ -44,19 +45,29 @@ struct FreedStorage::Memory {
 FreedStorage::FreedStorage(const at::Tensor& tensor, at::ScalarType dtype, const std::shared_ptr<StorageOwner>& owner,
                            std::string message)
     : tensor_(tensor.getIntrusivePtr()), message_(std::move(message)) {
-  tensor.set_data(without_memory(tensor.sizes(), dtype, tensor.device()));
-  auto& storage = *tensor.storage().unsafeGetStorageImpl();
-  const auto owned = std::make_shared<OwnedStorage>(tensor, owner);
-  owned_ = owned;
-  set(storage, nullptr, {});
+  place(tensor, dtype, tensor.device(), owner);
 }
 
-void FreedStorage::set(c10::StorageImpl& storage, void* data, const at::Tensor& buffer) {
+void FreedStorage::place(const at::Tensor& tensor, at::ScalarType dtype, at::Device device,
+                         const std::shared_ptr<StorageOwner>& owner) {
+  tensor.set_data(without_memory(tensor.sizes(), dtype, device));
+  const auto owned = std::make_shared<OwnedStorage>(tensor, owner);
+  owned_ = owned;
+  set(*tensor.storage().unsafeGetStorageImpl(), nullptr, 0, {});
+}
+
+void FreedStorage::exchange(at::ScalarType dtype, at::Device device) {
+  const auto alive = tensor();
+  if (!alive.defined() || (alive.scalar_type() == dtype && alive.device() == device)) return;
+  place(alive, dtype, device, storage_owner_of(alive));
+}
+
+void FreedStorage::set(c10::StorageImpl& storage, void* data, std::size_t bytes, const at::Tensor& buffer) {
   auto memory = std::make_unique<Memory>(Memory{owned_.lock(), buffer});
   clear_message(storage);
-  storage.set_nbytes(buffer.defined() ? buffer.nbytes() : 0);
+  storage.set_nbytes(bytes);
   storage.set_data_ptr_noswap(c10::DataPtr(data, memory.release(), &Memory::destroy, storage.device()));
-  if (data == nullptr) set_message(storage, message_);
+  if (!buffer.defined()) set_message(storage, message_);
 }
 
 at::Tensor FreedStorage::tensor() const {
@@ -64,16 +75,17 @@ at::Tensor FreedStorage::tensor() const {
   return alive ? at::Tensor(std::move(alive)) : at::Tensor();
 }
 
-void FreedStorage::fill(const at::Tensor& buffer) {
+void FreedStorage::fill(const at::Tensor& buffer, int64_t offset) {
   const auto alive = tensor();
   if (!alive.defined()) return;
-  set(*alive.storage().unsafeGetStorageImpl(), buffer.mutable_data_ptr(), buffer);
+  auto* data = static_cast<std::byte*>(buffer.mutable_data_ptr()) + offset * buffer.itemsize();
+  set(*alive.storage().unsafeGetStorageImpl(), data, alive.nbytes(), buffer);
 }
 
 void FreedStorage::free() {
   const auto alive = tensor();
   if (!alive.defined()) return;
-  set(*alive.storage().unsafeGetStorageImpl(), nullptr, {});
+  set(*alive.storage().unsafeGetStorageImpl(), nullptr, 0, {});
 }
 
 }  // namespace lockstep::detail

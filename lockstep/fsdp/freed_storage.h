@@ -21,16 +21,20 @@ class FreedStorage {
   FreedStorage(const at::Tensor& tensor, at::ScalarType dtype, const std::shared_ptr<StorageOwner>& owner,
                std::string message);
 
-  /// Lets the storage point to the memory of `buffer`, a contiguous tensor, and keeps that alive.
-  void fill(const at::Tensor& buffer);
+  /// Lets the storage point into the memory of `buffer`, a contiguous tensor, at an element, and keeps that alive.
+  void fill(const at::Tensor& buffer, int64_t offset);
   void free();
+  /// Another dtype or device, without memory. What was saved of the tensor before stays with the memory it had.
+  void exchange(at::ScalarType dtype, at::Device device);
 
   /// Undefined if all handles are gone.
   at::Tensor tensor() const;
 
  private:
   struct Memory;
-  void set(c10::StorageImpl& storage, void* data, const at::Tensor& buffer);
+  void place(const at::Tensor& tensor, at::ScalarType dtype, at::Device device,
+             const std::shared_ptr<StorageOwner>& owner);
+  void set(c10::StorageImpl& storage, void* data, std::size_t bytes, const at::Tensor& buffer);
 
   c10::weak_intrusive_ptr<c10::TensorImpl> tensor_;
   std::weak_ptr<OwnedStorage> owned_;

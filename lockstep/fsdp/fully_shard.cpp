@@ -3,140 +3,77 @@
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
-#include <algorithm>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 
-#include "lockstep/base/str.h"
-#include "lockstep/comm/world.h"
+#include "lockstep/fsdp/construction.h"
 #include "lockstep/fsdp/unit_registry.h"
-#include "lockstep/intercept/deferred_init.h"
+#include "lockstep/fsdp/unit_tree.h"
 #include "lockstep/nn/module_tensors.h"
 #include "lockstep/optim/clip_grad.h"
-#include "lockstep/shard/layout_of.h"
 
 namespace lockstep {
 namespace {
 
 using detail::UnitPtr;
+using detail::UnitSettings;
 using detail::UnitTree;
-using detail::WholeParameter;
 
-DeviceMesh mesh_of(const FullyShardOptions& options) {
-  if (!options.mesh) return DeviceMesh::from_group(default_group(), "cpu");
-  const auto& mesh = *options.mesh;
-  TORCH_CHECK(mesh.ndim() <= 2, "[lockstep/fsdp] a mesh of ", mesh.ndim(),
-              " axes: one axis shards, of two the first replicates and the second shards.");
-  TORCH_CHECK(mesh.ndim() == 1 || !mesh.mesh_dim_names().empty(),
-              "[lockstep/fsdp] a mesh of two axes needs names, so that it is plain which one replicates: ",
-              "init_device_mesh(\"cpu\", {2, 2}, {.mesh_dim_names = {\"replicate\", \"shard\"}}).");
-  TORCH_CHECK(mesh.is_member(), "[lockstep/fsdp] rank ", mesh.get_rank(), " is not in ", mesh.to_string());
-  return mesh;
-}
+/// A comm hook in the place of the reduction.
+class HookedReduceScatter final : public ReduceScatterComm {
+ public:
+  explicit HookedReduceScatter(FsdpCommHook hook) : hook_(std::move(hook)) {}
 
-/// The units right below `module`, and all modules that belong to no unit.
-struct Below {
-  std::vector<UnitPtr> units;
-  std::vector<std::pair<std::string, torch::nn::Module*>> modules;
+  Pending run(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
+              const GroupPtr& group) override {
+    hook_(outputs, inputs, group);
+    return {};
+  }
+
+ private:
+  const FsdpCommHook hook_;
 };
 
-void collect(const std::string& name, torch::nn::Module& module, std::unordered_set<const void*>& seen, Below& below) {
-  if (!seen.insert(&module).second) return;
-  below.modules.emplace_back(name, &module);
-  for (const auto& child : module.named_children()) {
-    if (auto unit = detail::find_unit(*child.value())) {
-      if (std::find(below.units.begin(), below.units.end(), unit) == below.units.end()) below.units.push_back(unit);
-    } else {
-      collect(detail::joined_name(name, child.key()), *child.value(), seen, below);
-    }
-  }
+void check_module(const std::shared_ptr<torch::nn::Module>& module) {
+  TORCH_CHECK(module, "[lockstep/fsdp] fully_shard() of a null pointer.");
+  TORCH_CHECK(!detail::find_unit(*module), "[lockstep/fsdp] ", module->name(), " is sharded already.");
+  TORCH_CHECK(detail::can_be_called(*module), "[lockstep/fsdp] ", module->name(),
+              " only holds modules and has no forward. Shard the modules in it.");
 }
 
-void check_parameter(const std::string& name, const at::Tensor& tensor, int rank) {
-  const auto who = str("[lockstep/fsdp] rank ", rank, ": parameter '", name, "'");
-  TORCH_CHECK(tensor.dim() > 0, who, " has no dim that could be cut. Make it one-dimensional, of one element.");
-  TORCH_CHECK(tensor.layout() == at::kStrided && tensor.is_contiguous(), who,
-              " is not contiguous. Call contiguous() on it before fully_shard().");
-  TORCH_CHECK(
-      !storage_owner_of(tensor), who,
-      " is in another unit already. Shard modules that share a parameter as one unit, the one that holds both.");
-  TORCH_CHECK(tensor.is_leaf(), who, " was computed from other tensors. Shard what it was computed from.");
-}
-
-/// Each parameter once; materialised if it was built without memory.
-std::vector<WholeParameter> parameters_in(const Below& below, const FullyShardOptions& options, int rank) {
-  std::unordered_set<const void*> left_out;
-  for (const auto& ignored : options.ignored_params) left_out.insert(ignored.unsafeGetTensorImpl());
-  std::vector<WholeParameter> parameters;
-  for (const auto& [prefix, module] : below.modules) {
-    for (const auto& item : module->named_parameters(/*recurse=*/false)) {
-      const auto name = detail::joined_name(prefix, item.key());
-      if (!item.value().defined() || layout_of(item.value())) continue;
-      if (!left_out.insert(item.value().unsafeGetTensorImpl()).second) continue;
-      if (is_deferred(item.value())) materialize_tensor(item.value());
-      check_parameter(name, item.value(), rank);
-      parameters.push_back({name, item.value()});
-    }
-    for (const auto& buffer : module->named_buffers(/*recurse=*/false)) {
-      if (is_deferred(buffer.value())) materialize_tensor(buffer.value());
-    }
-  }
-  at::ScalarType dtype = at::kFloat;
-  const std::string* first = nullptr;
-  for (const auto& [name, tensor] : parameters) {
-    if (!tensor.requires_grad()) continue;
-    if (first == nullptr) {
-      first = &name;
-      dtype = tensor.scalar_type();
-    }
-    TORCH_CHECK(tensor.scalar_type() == dtype, "[lockstep/fsdp] rank ", rank, ": parameters '", *first, "' and '", name,
-                "' of one unit are ", dtype, " and ", tensor.scalar_type(),
-                ". Trainable parameters of a unit have one dtype; make one of the modules a unit of its own.");
-  }
-  return parameters;
-}
-
-void put_shards(const Below& below, const detail::Unit& unit) {
-  std::unordered_map<const void*, at::Tensor> shards;
-  for (const auto& group : unit.groups()) {
-    for (std::size_t i = 0; i < group->count(); ++i) {
-      shards.emplace(group->whole(i).unsafeGetTensorImpl(), group->shard(i));
-    }
-  }
-  for (const auto& [prefix, module] : below.modules) {
-    for (auto& item : detail::ModuleAccess::parameters_of(*module)) {
-      const auto found = shards.find(item.value().unsafeGetTensorImpl());
-      if (found != shards.end()) item.value() = found->second;
-    }
-  }
+void check_root(const detail::Unit& unit, const char* what) {
+  TORCH_CHECK(unit.is_root(), unit.who(), ": ", what, "() is for the root");
 }
 
 }  // namespace
+
+FsdpUnit fully_shard(const std::vector<std::shared_ptr<torch::nn::Module>>& modules, const FullyShardOptions& options) {
+  TORCH_CHECK(!modules.empty(), "[lockstep/fsdp] fully_shard() of no module.");
+  for (const auto& module : modules) check_module(module);
+  const auto completed = detail::completed(options, *modules.front());
+  const auto below = detail::below(modules, completed);
+  for (const auto& unit : below.units) {
+    TORCH_CHECK(unit->is_root(), unit->who(), " is inside of another one already");
+    TORCH_CHECK(unit->tree().is_unused(), unit->who(), " has run before ", modules.front()->name(),
+                " was sharded. Shard all modules before the first forward.");
+  }
+  detail::prepare(below, completed);
+  const auto parameters = detail::parameters_in(below, completed);
+  const auto between = detail::group_between(completed);
+  const auto unit = std::make_shared<detail::Unit>(modules, completed, *completed.mesh);
+  unit->shard(parameters);
+  detail::put_shards(below, *unit);
+  for (const auto& group : unit->groups()) group->set_group_between(between);
+  UnitTree::make(unit, below.units);
+  for (const auto& module : modules) detail::register_unit(module, unit);
+  return FsdpUnit(unit);
+}
 
 FsdpUnit fully_shard(torch::nn::Module& module, const FullyShardOptions& options) {
   const auto shared = module.weak_from_this().lock();
   TORCH_CHECK(shared, "[lockstep/fsdp] ", module.name(),
               " is not held by a shared_ptr. Make it by std::make_shared or its holder.");
-  TORCH_CHECK(!detail::find_unit(module), "[lockstep/fsdp] ", module.name(), " is sharded already.");
-  TORCH_CHECK(detail::can_be_called(module), "[lockstep/fsdp] ", module.name(),
-              " only holds modules and has no forward. Shard the modules in it.");
-  const auto mesh = mesh_of(options);
-  Below below;
-  std::unordered_set<const void*> seen;
-  collect("", module, seen, below);
-  for (const auto& unit : below.units) {
-    TORCH_CHECK(unit->is_root(), unit->who(), " is inside of another one already");
-    TORCH_CHECK(unit->tree().is_unused(), unit->who(), " has run before ", module.name(),
-                " was sharded. Shard all modules before the first forward.");
-  }
-  const auto parameters = parameters_in(below, options, mesh.get_rank());
-  const auto unit = std::make_shared<detail::Unit>(shared, options, mesh);
-  unit->shard(parameters);
-  put_shards(below, *unit);
-  UnitTree::make(unit, below.units);
-  detail::register_unit(shared, unit);
-  return FsdpUnit(unit);
+  return fully_shard(std::vector{shared}, options);
 }
 
 std::optional<FsdpUnit> unit_of(const torch::nn::Module& module) {
@@ -151,8 +88,10 @@ void check_optimizer(const torch::nn::Module& module, const torch::optim::Optimi
     const auto unit = detail::find_unit(each);
     if (!unit) return;
     for (const auto& group : unit->groups()) {
-      for (std::size_t i = 0; i < group->count(); ++i) {
-        before.emplace(group->whole(i).unsafeGetTensorImpl(), detail::joined_name(prefix, group->name(i)));
+      for (const auto& member : group->members()) {
+        for (const auto& handle : member.handles) {
+          before.emplace(handle.tensor().unsafeGetTensorImpl(), detail::joined_name(prefix, handle.name));
+        }
       }
     }
   });
@@ -180,7 +119,9 @@ bool FsdpUnit::is_root() const {
 std::vector<std::string> FsdpUnit::parameter_names() const {
   std::vector<std::string> names;
   for (const auto& group : unit_->groups()) {
-    for (std::size_t i = 0; i < group->count(); ++i) names.push_back(group->name(i));
+    for (const auto& member : group->members()) {
+      for (const auto& handle : member.handles) names.push_back(handle.name);
+    }
   }
   return names;
 }
@@ -194,20 +135,109 @@ void FsdpUnit::reshard() {
 }
 
 void FsdpUnit::set_requires_gradient_sync(bool requires_gradient_sync, bool recurse) {
-  unit_->tree().set_requires_gradient_sync(*unit_, requires_gradient_sync, recurse);
+  unit_->tree().set(*unit_, recurse, [&](UnitSettings& s) { s.requires_gradient_sync = requires_gradient_sync; });
+}
+
+void FsdpUnit::set_requires_all_reduce(bool requires_all_reduce, bool recurse) {
+  unit_->tree().set(*unit_, recurse, [&](UnitSettings& s) { s.requires_all_reduce = requires_all_reduce; });
+}
+
+void FsdpUnit::set_is_last_backward(bool is_last_backward) {
+  check_root(*unit_, "set_is_last_backward");
+  unit_->tree().set_is_last_backward(is_last_backward);
 }
 
 void FsdpUnit::set_reshard_after_forward(bool reshard_after_forward, bool recurse) {
-  unit_->tree().set_reshard_after_forward(*unit_, reshard_after_forward, recurse);
+  unit_->tree().set(*unit_, recurse, [&](UnitSettings& s) { s.reshard_after_forward = reshard_after_forward; });
 }
 
 void FsdpUnit::set_reshard_after_backward(bool reshard_after_backward, bool recurse) {
-  unit_->tree().set_reshard_after_backward(*unit_, reshard_after_backward, recurse);
+  unit_->tree().set(*unit_, recurse, [&](UnitSettings& s) { s.reshard_after_backward = reshard_after_backward; });
 }
 
-void FsdpUnit::set_gradient_divide_factor(double factor) {
+void FsdpUnit::set_unshard_in_backward(bool unshard_in_backward) {
+  unit_->tree().set(*unit_, false, [&](UnitSettings& s) { s.unshard_in_backward = unshard_in_backward; });
+}
+
+void FsdpUnit::set_modules_to_forward_prefetch(const std::vector<FsdpUnit>& units) {
+  unit_->tree().set(*unit_, false, [&](UnitSettings& s) { s.forward_prefetch = in_tree_of(*unit_, units); });
+}
+
+void FsdpUnit::set_modules_to_backward_prefetch(const std::vector<FsdpUnit>& units) {
+  unit_->tree().set(*unit_, false, [&](UnitSettings& s) { s.backward_prefetch = in_tree_of(*unit_, units); });
+}
+
+void FsdpUnit::set_gradient_divide_factor(double factor, bool recurse) {
   TORCH_CHECK(factor > 0, unit_->who(), ": a gradient divide factor of ", factor, "; it must be above 0");
-  unit_->tree().set_gradient_divide_factor(factor);
+  unit_->tree().set(*unit_, recurse, [&](UnitSettings& s) { s.gradient_divide_factor = factor; });
+}
+
+void FsdpUnit::set_reduce_scatter_unused_params(bool reduce_scatter_unused_params, bool recurse) {
+  unit_->tree().set(*unit_, recurse,
+                    [&](UnitSettings& s) { s.reduce_scatter_unused_params = reduce_scatter_unused_params; });
+}
+
+void FsdpUnit::set_all_reduce_hook(std::function<void(const at::Tensor& gradients)> hook) {
+  check_one_mesh("set_all_reduce_hook");
+  unit_->tree().set(*unit_, false, [&](UnitSettings& s) { s.all_reduce_hook = std::move(hook); });
+}
+
+void FsdpUnit::set_custom_all_gather(std::shared_ptr<AllGatherComm> comm) {
+  TORCH_CHECK(comm, unit_->who(), ": set_custom_all_gather() of a null pointer");
+  check_one_mesh("set_custom_all_gather");
+  for (const auto& group : unit_->groups()) group->set_all_gather(comm);
+}
+
+void FsdpUnit::set_custom_reduce_scatter(std::shared_ptr<ReduceScatterComm> comm) {
+  TORCH_CHECK(comm, unit_->who(), ": set_custom_reduce_scatter() of a null pointer");
+  check_one_mesh("set_custom_reduce_scatter");
+  for (const auto& group : unit_->groups()) group->gradients().set_reduce_scatter(comm);
+}
+
+void FsdpUnit::register_comm_hook(FsdpCommHook hook) {
+  check_root(*unit_, "register_comm_hook");
+  TORCH_CHECK(unit_->tree().is_unused(), unit_->who(), ": register_comm_hook() comes before the first forward");
+  TORCH_CHECK(unit_->mesh().ndim() == 1, unit_->who(), ": register_comm_hook() on a mesh with replicas");
+  TORCH_CHECK(unit_->tree().take_comm_hook(), unit_->who(), ": register_comm_hook() was called before");
+  const auto comm = std::make_shared<HookedReduceScatter>(std::move(hook));
+  for (const auto& unit : unit_->tree().units()) FsdpUnit(unit).set_custom_reduce_scatter(comm);
+}
+
+void FsdpUnit::set_separate_reduce_scatter_group() {
+  check_root(*unit_, "set_separate_reduce_scatter_group");
+  const auto& mesh = unit_->mesh();
+  const auto other = DeviceMesh::from_ranks(mesh.device_type(), {mesh.ranks(), mesh.shape()},
+                                            {.backend_override = {{static_cast<int>(mesh.ndim()) - 1, {}}}});
+  for (const auto& unit : unit_->tree().units()) {
+    if (!(unit->mesh() == mesh) || unit->has_several_meshes()) continue;
+    for (const auto& group : unit->groups()) group->gradients().set_group(other.get_group(other.ndim() - 1));
+  }
+}
+
+void FsdpUnit::set_max_reductions_in_flight(int count) {
+  check_root(*unit_, "set_max_reductions_in_flight");
+  TORCH_CHECK(count >= 1, unit_->who(), ": ", count, " reductions in flight; at least 1 is");
+  unit_->tree().set_reductions_in_flight(static_cast<std::size_t>(count));
+}
+
+void FsdpUnit::check_one_mesh(const char* what) const {
+  TORCH_CHECK(!unit_->has_several_meshes(), unit_->who(), ": ", what, "() on a unit with parameters on several meshes");
+}
+
+std::vector<std::weak_ptr<detail::Unit>> FsdpUnit::in_tree_of(const detail::Unit& unit,
+                                                              const std::vector<FsdpUnit>& units) {
+  std::vector<std::weak_ptr<detail::Unit>> chosen;
+  for (const auto& each : units) {
+    TORCH_CHECK(&each.unit_->tree() == &unit.tree(), unit.who(), " is to gather unit '", each.name(),
+                "' ahead, which is under another root.");
+    chosen.push_back(each.unit_);
+  }
+  return chosen;
+}
+
+void FsdpUnit::backward(const at::Tensor& loss, double weight) {
+  check_root(*unit_, "backward");
+  unit_->tree().backward(loss, weight);
 }
 
 FsdpNoSync FsdpUnit::no_sync() {
@@ -215,7 +245,7 @@ FsdpNoSync FsdpUnit::no_sync() {
 }
 
 void FsdpUnit::reset_iter_state() {
-  TORCH_CHECK(is_root(), unit_->who(), ": reset_iter_state() is for the root");
+  check_root(*unit_, "reset_iter_state");
   unit_->tree().reset();
 }
 
@@ -224,20 +254,20 @@ SummonGuard FsdpUnit::summon_full_params(const SummonOptions& options) {
 }
 
 at::Tensor FsdpUnit::clip_grad_norm_(double max_norm, double norm_type) {
-  TORCH_CHECK(is_root(), unit_->who(), ": clip_grad_norm_() is for the root");
+  check_root(*unit_, "clip_grad_norm_");
   const auto module = unit_->module();
   TORCH_CHECK(module, unit_->who(), ": the module is gone");
   return lockstep::clip_grad_norm_(module->parameters(), max_norm, {.norm_type = norm_type});
 }
 
 FsdpNoSync::FsdpNoSync(std::shared_ptr<detail::Unit> root) : root_(std::move(root)) {
-  TORCH_CHECK(root_->is_root(), root_->who(), ": no_sync() is for the root");
+  check_root(*root_, "no_sync");
   TORCH_CHECK(root_->tree().is_idle(), root_->who(), ": no_sync() inside of a backward");
-  root_->tree().set_requires_gradient_sync(*root_, false, /*recurse=*/true);
+  root_->tree().begin_no_sync();
 }
 
 FsdpNoSync::~FsdpNoSync() {
-  root_->tree().set_requires_gradient_sync(*root_, true, /*recurse=*/true);
+  root_->tree().end_no_sync();
 }
 
 SummonGuard::SummonGuard(const std::vector<std::shared_ptr<detail::Unit>>& units, bool writeback)

@@ -13,12 +13,14 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "lockstep/fsdp/options.h"
+#include "lockstep/fsdp/unit_comm.h"
 
 namespace torch::nn {
 class Module;
@@ -52,7 +54,7 @@ struct SummonOptions {
 };
 
 /// While it lives, backwards keep gradients whole on every rank and add them up; the first one after it reduces the
-/// sum.
+/// sum. Zeroing the shards' gradients drops it. Scopes nest.
 class FsdpNoSync {
  public:
   explicit FsdpNoSync(std::shared_ptr<detail::Unit> root);
@@ -63,6 +65,10 @@ class FsdpNoSync {
  private:
   std::shared_ptr<detail::Unit> root_;
 };
+
+/// outputs[i] = this rank's share of the sum over the group of inputs[i].
+using FsdpCommHook = std::function<void(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
+                                        const GroupPtr& group)>;
 
 /// A handle to a unit. Copies are handles to the same unit, which lives as long as its module's parameters.
 class FsdpUnit {
@@ -81,11 +87,45 @@ class FsdpUnit {
   /// Frees it. Local.
   void reshard();
 
+  /// Without it backwards set gradients aside, as in no_sync().
   void set_requires_gradient_sync(bool requires_gradient_sync, bool recurse = true);
+  /// Without it, on a mesh of two axes, gradients are reduced among the ranks that shard and kept; the first backward
+  /// with it adds them up over replicas.
+  void set_requires_all_reduce(bool requires_all_reduce, bool recurse = true);
+  /// False: the next backwards leave their reductions on their way, and shards without gradients, until the one that is
+  /// the last. Root only.
+  void set_is_last_backward(bool is_last_backward);
   void set_reshard_after_forward(bool reshard_after_forward, bool recurse = true);
   void set_reshard_after_backward(bool reshard_after_backward, bool recurse = true);
-  /// Gradients are summed and divided by this instead of by the number of ranks.
-  void set_gradient_divide_factor(double factor);
+  /// False: backward does not gather this unit ahead, because it needs none of its parameters. What it touches after
+  /// all is gathered then.
+  void set_unshard_in_backward(bool unshard_in_backward);
+  /// Units to gather ahead when this one is touched, instead of the next one.
+  void set_modules_to_forward_prefetch(const std::vector<FsdpUnit>& units);
+  void set_modules_to_backward_prefetch(const std::vector<FsdpUnit>& units);
+  /// Gradients of this unit are summed and divided by this instead of by the number of ranks.
+  void set_gradient_divide_factor(double factor, bool recurse = false);
+  /// Parameters without gradients count as zeros, so that ranks may use different ones of a unit; units are reduced in
+  /// the order of the forward then.
+  void set_reduce_scatter_unused_params(bool reduce_scatter_unused_params, bool recurse = true);
+  /// Called with the reduced gradients of this unit, flat, before shards get them; may change them.
+  void set_all_reduce_hook(std::function<void(const at::Tensor& gradients)> hook);
+  /// How this unit gathers and reduces.
+  void set_custom_all_gather(std::shared_ptr<AllGatherComm> comm);
+  void set_custom_reduce_scatter(std::shared_ptr<ReduceScatterComm> comm);
+  /// Replaces the reduction of all units: gets the scaled gradients and fills outputs with this rank's share. Once,
+  /// before the first forward. Root only.
+  void register_comm_hook(FsdpCommHook hook);
+  /// Reductions go over a group of their own, so that they and gathers need not wait for each other. Collective over
+  /// the world. Root only.
+  void set_separate_reduce_scatter_group();
+  /// How many units' reductions may be on their way while backward goes on; at least 1. Root only.
+  void set_max_reductions_in_flight(int count);
+
+  /// Backward of `loss`, with this rank's gradients counting `weight` times (its samples, or its tokens): the mean over
+  /// all samples even if ranks have different numbers of them. Collective unless in no_sync(), where weights add up
+  /// like gradients. Root only.
+  void backward(const at::Tensor& loss, double weight = 1);
   /// Root only, between steps.
   [[nodiscard]] FsdpNoSync no_sync();
 
@@ -100,6 +140,10 @@ class FsdpUnit {
   at::Tensor clip_grad_norm_(double max_norm, double norm_type = 2.0);
 
  private:
+  void check_one_mesh(const char* what) const;
+  static std::vector<std::weak_ptr<detail::Unit>> in_tree_of(const detail::Unit& unit,
+                                                             const std::vector<FsdpUnit>& units);
+
   std::shared_ptr<detail::Unit> unit_;
 };
 
@@ -111,6 +155,10 @@ template <class Holder>
 FsdpUnit fully_shard(Holder module, const FullyShardOptions& options = {}) {
   return fully_shard(*module, options);
 }
+
+/// One unit of several modules, none of which holds another: a norm and a head, say. It cannot be a root.
+FsdpUnit fully_shard(const std::vector<std::shared_ptr<torch::nn::Module>>& modules,
+                     const FullyShardOptions& options = {});
 
 /// The unit that `module` is; none if it is not one.
 std::optional<FsdpUnit> unit_of(const torch::nn::Module& module);

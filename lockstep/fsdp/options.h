@@ -2,12 +2,21 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
 
+#include <concepts>
+#include <functional>
+#include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "lockstep/mesh/device_mesh.h"
+
+namespace torch::nn {
+class Module;
+}
 
 namespace lockstep {
 
@@ -17,18 +26,90 @@ struct MixedPrecisionPolicy {
   std::optional<at::ScalarType> param_dtype = std::nullopt;
   /// Of the reduction; unset: param_dtype.
   std::optional<at::ScalarType> reduce_dtype = std::nullopt;
+  /// Of what the unit's operators return; unset: as they return it.
+  std::optional<at::ScalarType> output_dtype = std::nullopt;
+  /// Floating point operands beside a parameter are cast to its dtype.
+  bool cast_forward_inputs = true;
+  /// Of floating point buffers, from fully_shard() on; unset: as they are. Full state dicts hold the dtype they had.
+  std::optional<at::ScalarType> buffer_dtype = std::nullopt;
+  /// Shards get their gradients in reduce_dtype.
+  bool keep_low_precision_grads = false;
+};
+
+/// Whether parameters are freed between forward and backward, or over how many ranks they stay cut meanwhile: a number
+/// that divides the ranks, of which neighbours hold a whole parameter together.
+class ReshardAfterForward {
+ public:
+  template <std::same_as<bool> Flag>
+  ReshardAfterForward(Flag reshards) : ranks_(reshards ? kAll : 1) {}  // NOLINT(google-explicit-constructor)
+  template <std::same_as<int> Count>
+  ReshardAfterForward(Count ranks) : ranks_(ranks), is_count_(true) {}  // NOLINT(google-explicit-constructor)
+
+  static constexpr int kAll = -1;
+  /// kAll: freed. 1: kept whole.
+  int ranks() const { return ranks_; }
+  bool is_count() const { return is_count_; }
+  bool operator==(const ReshardAfterForward&) const = default;
+
+ private:
+  int ranks_;
+  bool is_count_ = false;
+};
+
+/// Python's older names. FULL_SHARD and SHARD_GRAD_OP are reshard_after_forward true and false; the hybrid ones the
+/// same on a mesh of two axes; NO_SHARD divides nothing and reduces like DDP.
+enum class ShardingStrategy { FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2 };
+
+/// When backward gathers the unit it needs next: before or after the gradients of this one, or when it is touched.
+enum class BackwardPrefetch { BACKWARD_PRE, BACKWARD_POST, NONE };
+
+/// Shards, their gradients and with them the optimizer's state live in host memory.
+struct CPUOffloadPolicy {
+  bool pin_memory = true;
+};
+
+/// Where a parameter is cut, and over which ranks. A dim above 0 must divide evenly; negative ones count from the end.
+struct ShardPlacement {
+  int64_t dim = 0;
+  /// Unset: the unit's.
+  std::optional<DeviceMesh> mesh = std::nullopt;
 };
 
 struct FullyShardOptions {
   /// One axis shards; of two, which must have names, the first replicates and the second shards. Unset: one axis over
   /// the default group.
   std::optional<DeviceMesh> mesh = std::nullopt;
-  /// Whether parameters are freed between forward and backward. Unset: yes, but not those of the root, which backward
-  /// would gather at once.
-  std::optional<bool> reshard_after_forward = std::nullopt;
+  /// Unset: yes, but not those of the root, which backward would gather at once.
+  std::optional<ReshardAfterForward> reshard_after_forward = std::nullopt;
+  /// Asked for every parameter by the name its module has for it; nothing: dim 0 on the unit's mesh. Unset: for all.
+  std::function<std::optional<ShardPlacement>(const std::string& name, const at::Tensor& parameter)>
+      shard_placement_fn = nullptr;
   MixedPrecisionPolicy mp_policy = {};
-  /// These stay as they are: not sharded, and their gradients are not reduced.
+  std::optional<CPUOffloadPolicy> offload_policy = std::nullopt;
+  /// These stay as they are: not sharded, and their gradients are not reduced. Parameters, or modules with all that is
+  /// below them.
   std::vector<at::Tensor> ignored_params = {};
+  std::vector<std::shared_ptr<torch::nn::Module>> ignored_modules = {};
+
+  // As FullyShardedDataParallel has them.
+  std::optional<ShardingStrategy> sharding_strategy = std::nullopt;
+  /// False: the unit registers one flat parameter instead of its own, cut evenly by element.
+  bool use_orig_params = true;
+  /// Rank 0's parameters and buffers are sent to all before they are cut.
+  bool sync_module_states = false;
+  /// Fills modules whose parameters are on the meta device and were not deferred. Unset: libtorch's own layers reset
+  /// themselves, others are refused.
+  std::function<void(torch::nn::Module& module)> param_init_fn = nullptr;
+  /// Where parameters and buffers go first. Unset: to the mesh's kind of device.
+  std::optional<at::Device> device_id = std::nullopt;
+  /// The unit that comes next is gathered while this one computes.
+  bool forward_prefetch = true;
+  BackwardPrefetch backward_prefetch = BackwardPrefetch::BACKWARD_PRE;
+  /// At most one unit is gathered ahead; otherwise all that the order of the last pass has behind this one.
+  bool limit_all_gathers = true;
+
+  /// Gathers and reduces also where one rank holds all: for tests and measurements.
+  bool force_sharding = false;
 };
 
 }  // namespace lockstep

@@ -1,15 +1,15 @@
 #include "lockstep/fsdp/parameter_group.h"
 
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
 #include <utility>
 
 #include "lockstep/base/str.h"
-#include "lockstep/comm/collectives.h"
 #include "lockstep/intercept/operator_scope.h"
-#include "lockstep/nn/gradient_copy.h"
 #include "lockstep/shard/buffer.h"
 #include "lockstep/shard/flat.h"
 #include "lockstep/shard/layout_of.h"
@@ -28,151 +28,274 @@ GroupPtr sharding_group(const DeviceMesh& mesh) {
   return mesh.get_group(mesh.ndim() - 1);
 }
 
-Placements placements_on(const DeviceMesh& mesh) {
+GroupPtr replicating_group(const DeviceMesh& mesh) {
+  return mesh.ndim() == 2 && mesh.size(0) > 1 ? mesh.get_group(0) : nullptr;
+}
+
+Layout layout_on(const DeviceMesh& mesh, const Cut& cut) {
   Placements placements(static_cast<std::size_t>(mesh.ndim()), Replicate());
-  placements.back() = Shard(0);
-  return placements;
+  placements.back() = Shard(cut.dim());
+  return {mesh, placements, cut.sizes()};
+}
+
+std::string freed_message(const std::string& name) {
+  return str("[lockstep/fsdp] parameter '", name, "' is sharded: its memory is there only while an operator uses it. ",
+             "Use it in an operator, or open a summon_full_params() scope.");
+}
+
+/// Parts of the ranks, one behind the other, as the whole tensor.
+at::Tensor in_order(const at::Tensor& parts, const Cut& cut) {
+  return parts.view({cut.ranks(), cut.before(), -1}).transpose(0, 1).contiguous().view({-1});
 }
 
 }  // namespace
 
 ParameterGroup::ParameterGroup(const std::vector<WholeParameter>& parameters, const DeviceMesh& mesh,
-                               const MixedPrecisionPolicy& policy, const std::shared_ptr<StorageOwner>& owner,
-                               const std::string& unit)
-    : policy_(policy),
+                               const FullyShardOptions& options, const std::shared_ptr<StorageOwner>& owner)
+    : options_(options),
       mesh_(mesh),
       group_(sharding_group(mesh)),
-      replicas_(mesh.ndim() == 2 && mesh.size(0) > 1 ? mesh.get_group(0) : nullptr),
-      gather_label_{interned(str("gather of FSDP unit '", unit, "'"))},
-      reduce_label_{interned(str("gradients of FSDP unit '", unit, "'"))} {
+      is_divided_(group_->getSize() > 1 || options.force_sharding),
+      device_(parameters.empty() ? at::Device(at::kCPU) : parameters.front().tensor.device()),
+      gradients_(members_, group_, replicating_group(mesh), options) {
   if (parameters.empty()) return;
   const at::NoGradGuard no_grad;
   const int64_t ranks = group_->getSize();
   const int64_t rank = group_->getRank();
-  int64_t elements = 0;
-  std::vector<Member> cuts;
-  std::vector<at::Tensor> values;
-  for (const auto& [name, tensor] : parameters) {
-    const auto rows = tensor.size(0);
-    const auto chunk = (rows + ranks - 1) / ranks;
-    const auto first = std::min(rank * chunk, rows);
-    values.push_back(tensor.detach().narrow(0, first, std::min(chunk, rows - first)).clone());
-    cuts.push_back({.name = name,
-                    .sizes = tensor.sizes().vec(),
-                    .dtype = tensor.scalar_type(),
-                    .row = rows == 0 ? 0 : tensor.numel() / rows,
-                    .rows = values.back().size(0),
-                    .first_row = first,
-                    .chunk = chunk,
-                    .offset = elements,
-                    .memory = FreedStorage(tensor, gathered_dtype(tensor.scalar_type()), owner,
-                                           str("[lockstep/fsdp] parameter '", name,
-                                               "' is sharded: its memory is there only while an operator uses it. Use "
-                                               "it in an operator, or open a summon_full_params() scope."))});
-    elements += aligned(cuts.back().padded());
+  const bool requires_grad = parameters.front().tensor.requires_grad();
+  handle_count_ = parameters.size();
+  std::vector<at::Tensor> values;  // of this rank's shards
+  const auto add = [&](const std::string& name, const at::Tensor& whole, int64_t dim) -> Member& {
+    Member member{.name = name, .cut = Cut(whole.sizes().vec(), dim, ranks), .handles = {}};
+    values.push_back(whole.narrow(dim, member.cut.begin(rank), member.cut.count(rank)).clone());
+    members_.push_back(std::move(member));
+    return members_.back();
+  };
+  const auto take = [&](Member& member, const WholeParameter& parameter, int64_t offset) {
+    const auto& [name, tensor, dim] = parameter;
+    const auto dtype = gathered_dtype(tensor.scalar_type());
+    member.handles.push_back({name, tensor.sizes().vec(), offset, {tensor, dtype, owner, freed_message(name)}});
+  };
+  std::vector<bool> trainable;
+  if (options_.use_orig_params) {
+    for (const auto& parameter : parameters) {
+      trainable.push_back(parameter.tensor.requires_grad());
+      take(add(parameter.name, parameter.tensor.detach(), parameter.dim), parameter, 0);
+    }
+  } else {
+    std::vector<at::Tensor> rows;
+    for (const auto& parameter : parameters) rows.push_back(parameter.tensor.detach().reshape({-1}));
+    auto& flat = add("_flat_param", at::cat(rows), 0);
+    rows.clear();
+    trainable.push_back(requires_grad);
+    int64_t offset = 0;
+    for (const auto& parameter : parameters) {
+      const auto elements = parameter.tensor.numel();
+      take(flat, parameter, offset);
+      offset += elements;
+    }
   }
-  shards_ = allocate_buffer(elements, values.front().options(), group_);
-  shards_.zero_();
-  // Before views are made of it, which inherit the mark.
-  watched_.emplace(shards_, watch_);
-  for (std::size_t i = 0; i < cuts.size(); ++i) {
-    cut(cuts[i], values[i]);
-    cuts[i].shard.set_requires_grad(parameters[i].tensor.requires_grad());
+  rebuild(values.front().options());
+  for (std::size_t i = 0; i < members_.size(); ++i) {
+    cut(members_[i], values[i]);
+    members_[i].shard.set_requires_grad(trainable[i]);
     values[i].reset();
   }
-  members_ = std::move(cuts);
   watch_->clear();
 }
 
-void ParameterGroup::cut(Member& member, const at::Tensor& tensor) {
-  const auto row = part_of(shards_, {member.offset, member.offset + tensor.numel()});
-  auto shard = row.view(tensor.sizes()).detach();
-  shard.copy_(tensor);
-  member.shard = shard;
-  member.address = shard.unsafeGetTensorImpl()->data();
-  set_layout(shard, Layout(mesh_, placements_on(mesh_), member.sizes));
+void ParameterGroup::set_unit_name(const std::string& name) {
+  gather_label_ = CallLabel{interned(str("gather of FSDP unit '", name, "'"))};
+  gradients_.set_unit_name(name);
+}
+
+/// Makes room for all shards. Their values are not moved.
+void ParameterGroup::rebuild(const at::TensorOptions& options) {
+  int64_t elements = 0;
+  for (auto& member : members_) {
+    member.offset = elements;
+    elements += aligned(member.cut.padded());
+  }
+  if (options_.offload_policy && !device_.is_cpu()) {
+    const auto host = options.device(at::kCPU).pinned_memory(options_.offload_policy->pin_memory);
+    shards_ = at::zeros({elements}, host);
+  } else {
+    shards_ = allocate_buffer(elements, options, group_);
+    shards_.zero_();
+  }
+  // Before views are made of it, which inherit the mark.
+  watched_.reset();
+  watched_.emplace(shards_, watch_);
+}
+
+void ParameterGroup::cut(Member& member, const at::Tensor& value) {
+  const auto row = part_of(shards_, {member.offset, member.offset + value.numel()});
+  auto place = row.view(value.sizes()).detach();
+  place.copy_(value);
+  if (member.shard.defined()) {
+    member.shard.set_data(place);
+  } else {
+    member.shard = place;
+    set_layout(place, layout_on(mesh_, member.cut));
+  }
+  member.address = member.shard.unsafeGetTensorImpl()->data();
+}
+
+void ParameterGroup::check_taken_back(const Member& member) const {
+  const auto& first = members_.front().shard;
+  const auto who = str("[lockstep/fsdp] rank ", mesh_.get_rank(), ": the shard of parameter '", member.name, "' is ");
+  const auto sizes = member.cut.sizes_of(group_->getRank());
+  TORCH_CHECK(member.shard.sizes() == at::IntArrayRef(sizes), who, "of sizes ", member.shard.sizes(),
+              " now; it was of sizes ", at::IntArrayRef(sizes), ". Load values of the same sizes.");
+  TORCH_CHECK(member.shard.scalar_type() == first.scalar_type() && member.shard.device() == first.device(), who,
+              member.shard.scalar_type(), " on ", member.shard.device(), " now, and that of '", members_.front().name,
+              "' ", first.scalar_type(), " on ", first.device(), ". Move all parameters of a unit together.");
+  TORCH_CHECK(!options_.offload_policy || device_.is_cpu() || member.shard.device().is_cpu(), who, "on ",
+              member.shard.device(), " now, and offloaded units keep shards on the host. Do not move the model after ",
+              "fully_shard().");
 }
 
 void ParameterGroup::take_back_shards() {
+  const bool is_in_place = std::all_of(members_.begin(), members_.end(), [](const auto& m) { return m.is_in_place(); });
+  if (is_in_place) return;
   const at::NoGradGuard no_grad;
+  for (const auto& member : members_) check_taken_back(member);
+  const auto options = members_.front().shard.options();
+  const bool is_rebuilt = options.dtype() != shards_.dtype() || options.device() != shards_.device();
+  if (is_rebuilt) {
+    if (!options_.offload_policy) device_ = options.device();
+    rebuild(options);
+  }
+  const auto dtype = gathered_dtype(shards_.scalar_type());
   for (auto& member : members_) {
-    if (member.shard.unsafeGetTensorImpl()->data() == member.address) continue;
-    std::vector<int64_t> sizes = member.sizes;
-    sizes[0] = member.rows;
-    TORCH_CHECK(member.shard.sizes() == at::IntArrayRef(sizes) && member.shard.scalar_type() == member.dtype &&
-                    member.shard.device() == shards_.device(),
-                "[lockstep/fsdp] rank ", group_->getRank(), ": the shard of parameter '", member.name, "' is ",
-                describe(member.shard), " on ", member.shard.device(), " now; it was ", member.dtype, " of sizes ",
-                at::IntArrayRef(sizes), " on ", shards_.device(),
-                ". Load values of the same sizes, and change dtype and device before fully_shard().");
-    auto place = part_of(shards_, {member.offset, member.offset + member.shard.numel()}).view(sizes);
-    place.copy_(member.shard);
-    member.shard.set_data(place);
+    if (is_rebuilt || !member.is_in_place()) cut(member, member.shard.detach());
+    if (!is_rebuilt) continue;
+    for (auto& handle : member.handles) handle.memory.exchange(dtype, device_);
   }
 }
 
 at::ScalarType ParameterGroup::gathered_dtype(at::ScalarType dtype) const {
-  return policy_.param_dtype && at::isFloatingType(dtype) ? *policy_.param_dtype : dtype;
+  const auto& policy = options_.mp_policy;
+  return policy.param_dtype && at::isFloatingType(dtype) ? *policy.param_dtype : dtype;
 }
 
-void ParameterGroup::launch_gather() {
+at::Tensor ParameterGroup::gather_source() const {
+  const auto dtype = gathered_dtype(shards_.scalar_type());
+  if (dtype == shards_.scalar_type() && device_ == shards_.device()) return shards_;
+  const auto source = allocate_buffer(shards_.numel(), shards_.options().dtype(dtype).device(device_), group_);
+  source.copy_(shards_, /*non_blocking=*/true);
+  return source;
+}
+
+void ParameterGroup::launch_gather(bool is_backward) {
+  if (members_.empty()) return;
   const at::NoGradGuard no_grad;
   const NotIntercepted below;
   take_back_shards();
   watch_->clear();
   follow_requires_grad();
+  if (is_backward && !kept_.empty()) return launch_gather_between();
+  kept_.clear();
   const int64_t ranks = group_->getSize();
-  const auto dtype = gathered_dtype(shards_.scalar_type());
-  at::Tensor source = shards_;
-  if (dtype != shards_.scalar_type()) {
-    source = allocate_buffer(shards_.numel(), shards_.options().dtype(dtype), group_);
-    source.copy_(shards_);
+  const auto source = gather_source();
+  at::Tensor room = source;
+  if (is_divided_) {
+    int64_t elements = 0;
+    for (const auto& member : members_) elements += aligned(ranks * member.cut.padded());
+    room = comm_->allocate(elements, source.options(), group_);
   }
-  int64_t elements = 0;
-  for (const auto& member : members_) elements += aligned(ranks * member.padded());
-  const auto room = allocate_buffer(elements, source.options(), group_);
   std::vector<at::Tensor> inputs;
   std::vector<at::Tensor> outputs;
   int64_t offset = 0;
   gathered_.clear();
   for (auto& member : members_) {
-    const auto length = ranks * member.padded();
-    gathered_.push_back(room.narrow(0, offset, length));
+    const auto length = ranks * member.cut.padded();
+    gathered_.push_back(part_of(room, {offset, offset + length}));
     offset += aligned(length);
-    if (length > 0) {
-      inputs.push_back(source.narrow(0, member.offset, member.padded()));
-      outputs.push_back(gathered_.back());
-    }
+    if (length == 0) continue;
+    inputs.push_back(part_of(source, {member.offset, member.offset + member.cut.padded()}));
+    outputs.push_back(gathered_.back());
   }
+  is_in_order_ = false;
   const LabelScope label(gather_label_);
-  if (!outputs.empty()) gather_ = launch_all_gather_into_tensor_coalesced(outputs, inputs, group_);
+  if (is_divided_ && !outputs.empty()) gather_ = comm_->run(outputs, inputs, group_);
+}
+
+void ParameterGroup::launch_gather_between() {
+  std::vector<at::Tensor> inputs;
+  std::vector<at::Tensor> outputs;
+  int64_t elements = 0;
+  for (const auto& part : kept_) elements += aligned(part.numel() * between_->getSize());
+  const auto room = comm_->allocate(elements, kept_.front().options(), between_);
+  int64_t offset = 0;
+  gathered_.clear();
+  for (const auto& part : kept_) {
+    const auto length = part.numel() * between_->getSize();
+    gathered_.push_back(part_of(room, {offset, offset + length}));
+    offset += aligned(length);
+    if (length == 0) continue;
+    inputs.push_back(part);
+    outputs.push_back(gathered_.back());
+  }
+  is_in_order_ = true;
+  const LabelScope label(gather_label_);
+  if (!outputs.empty()) gather_ = comm_->run(outputs, inputs, between_);
 }
 
 void ParameterGroup::finish_gather() {
-  const auto gathered = std::exchange(gathered_, {});
+  if (members_.empty()) return;
+  const at::NoGradGuard no_grad;
+  const NotIntercepted below;
   std::exchange(gather_, {}).wait();
-  for (std::size_t i = 0; i < members_.size(); ++i) members_[i].memory.fill(gathered[i]);
+  kept_.clear();
+  for (std::size_t i = 0; i < members_.size(); ++i) {
+    auto& member = members_[i];
+    auto& whole = gathered_[i];
+    if (!is_in_order_ && !member.cut.is_in_order() && whole.numel() > 0) whole = in_order(whole, member.cut);
+    for (auto& handle : member.handles) handle.memory.fill(whole, handle.offset);
+  }
 }
 
 void ParameterGroup::free() {
-  for (auto& member : members_) member.memory.free();
+  kept_.clear();
+  gathered_.clear();
+  for (auto& member : members_) {
+    for (auto& handle : member.handles) handle.memory.free();
+  }
+}
+
+void ParameterGroup::free_until_backward() {
+  if (!between_) return free();
+  const at::NoGradGuard no_grad;
+  const NotIntercepted below;
+  std::vector<at::Tensor> parts;
+  for (const auto& whole : gathered_) {
+    const auto length = whole.numel() / between_->getSize();
+    auto part = allocate_buffer(length, whole.options(), between_);
+    part.copy_(whole.narrow(0, length * between_->getRank(), length));
+    parts.push_back(std::move(part));
+  }
+  free();
+  kept_ = std::move(parts);
 }
 
 void ParameterGroup::write_back() {
   const at::NoGradGuard no_grad;
   const NotIntercepted below;
-  for (auto& member : members_) {
-    const auto tensor = member.memory.tensor();
-    if (tensor.defined()) member.shard.copy_(tensor.detach().narrow(0, member.first_row, member.rows));
+  const auto rank = group_->getRank();
+  for (std::size_t i = 0; i < members_.size() && !gathered_.empty(); ++i) {
+    const auto& cut = members_[i].cut;
+    const auto whole = gathered_[i].narrow(0, 0, cut.numel()).view(cut.sizes());
+    members_[i].shard.copy_(whole.narrow(cut.dim(), cut.begin(rank), cut.count(rank)));
   }
 }
 
 const std::string* ParameterGroup::changed_since_gather() const {
   const auto written = watch_->written();
   for (const auto& member : members_) {
-    const bool is_here = member.shard.unsafeGetTensorImpl()->data() == member.address;
-    const bool is_written = written && *written >= member.offset && *written < member.offset + aligned(member.padded());
-    if (!is_here || is_written) return &member.name;
+    const auto end = member.offset + aligned(member.cut.padded());
+    const bool is_written = written && *written >= member.offset && *written < end;
+    if (!member.is_in_place() || is_written) return &member.name;
   }
   return nullptr;
 }
@@ -180,114 +303,24 @@ const std::string* ParameterGroup::changed_since_gather() const {
 void ParameterGroup::follow_requires_grad() {
   trainable_count_ = 0;
   for (const auto& member : members_) {
-    const auto tensor = member.memory.tensor();
     const bool is_wanted = member.shard.requires_grad();
-    trainable_count_ += is_wanted ? 1 : 0;
-    if (tensor.defined() && tensor.requires_grad() != is_wanted) tensor.set_requires_grad(is_wanted);
-  }
-}
-
-at::Tensor ParameterGroup::reduction_input(const std::vector<std::size_t>& members, double scale) const {
-  const int64_t ranks = group_->getSize();
-  int64_t length = 0;
-  for (const auto index : members) length += aligned(members_[index].padded());
-  const auto first = whole(members.front()).grad();
-  const auto dtype = policy_.reduce_dtype.value_or(first.scalar_type());
-  auto input = allocate_buffer(ranks * length, first.options().dtype(dtype), group_);
-  for (int64_t rank = 0; rank < ranks; ++rank) {
-    int64_t offset = rank * length;
-    for (const auto index : members) {
-      const auto& member = members_[index];
-      const auto grad = whole(index).grad();
-      const auto begin = std::min(rank * member.chunk, grad.size(0));
-      const auto rows = std::min(member.chunk, grad.size(0) - begin);
-      const auto used = rows * member.row;
-      if (used > 0) {
-        const auto part = grad.narrow(0, begin, rows);
-        copy_scaled(input.narrow(0, offset, used).view(part.sizes()), part, scale);
-      }
-      const auto room = aligned(member.padded());
-      if (used < room) input.narrow(0, offset + used, room - used).zero_();
-      offset += room;
-    }
-  }
-  return input;
-}
-
-void ParameterGroup::launch_reduction(double scale) {
-  const at::NoGradGuard no_grad;
-  std::vector<std::size_t> members;
-  for (std::size_t i = 0; i < members_.size(); ++i) {
-    const auto tensor = whole(i);
-    if (!tensor.defined() || !tensor.grad().defined() || members_[i].padded() == 0) continue;
-    const auto& grad = tensor.grad();
-    TORCH_CHECK(grad.layout() == at::kStrided, "[lockstep/fsdp] rank ", group_->getRank(), ": the gradient of '",
-                members_[i].name, "' is sparse, which cannot be sharded. Use a dense embedding.");
-    TORCH_CHECK(members.empty() || grad.scalar_type() == whole(members.front()).grad().scalar_type(),
-                "[lockstep/fsdp] rank ", group_->getRank(), ": gradients of '", members_[members.front()].name,
-                "' and '", members_[i].name, "' have different dtypes: ", whole(members.front()).grad().scalar_type(),
-                " and ", grad.scalar_type(),
-                ". One unit reduces gradients of one dtype; make the second a unit of its own.");
-    members.push_back(i);
-  }
-  if (members.empty()) return;
-  Reduction reduction;
-  reduction.input = reduction_input(members, scale);
-  reduction.output = at::empty({reduction.input.numel() / group_->getSize()}, reduction.input.options());
-  reduction.members = std::move(members);
-  const LabelScope label(reduce_label_);
-  reduction.pending = launch_reduce_scatter_tensor(reduction.output, reduction.input, group_);
-  for (const auto index : reduction.members) whole(index).mutable_grad().reset();
-  reductions_.push_back(std::move(reduction));
-}
-
-void ParameterGroup::finish_reduction() {
-  if (reductions_.empty()) return;
-  auto reduction = std::move(reductions_.front());
-  reductions_.erase(reductions_.begin());
-  reduction.pending.wait();
-  reduction.input.reset();
-  if (replicas_) {
-    const LabelScope label(reduce_label_);
-    all_reduce(reduction.output, replicas_);
-  }
-  reduced_.push_back(std::move(reduction));
-}
-
-void ParameterGroup::hand_out_gradients() {
-  const at::NoGradGuard no_grad;
-  for (auto& reduction : std::exchange(reduced_, {})) {
-    int64_t offset = 0;
-    for (const auto index : reduction.members) {
-      const auto& member = members_[index];
-      const auto elements = member.rows * member.row;
-      auto sizes = member.sizes;
-      sizes[0] = member.rows;
-      auto part = part_of(reduction.output, {offset, offset + elements}).view(sizes);
-      offset += aligned(member.padded());
-      if (part.scalar_type() != member.dtype) part = part.to(member.dtype);
-      auto& grad = member.shard.mutable_grad();
-      if (grad.defined()) {
-        grad.add_(part);
-      } else {
-        grad = part.detach();
-      }
+    trainable_count_ += is_wanted ? member.handles.size() : 0;
+    for (const auto& handle : member.handles) {
+      const auto tensor = handle.tensor();
+      if (tensor.defined() && tensor.requires_grad() != is_wanted) tensor.set_requires_grad(is_wanted);
     }
   }
 }
 
-void ParameterGroup::drop_gradients() {
-  for (auto& reduction : std::exchange(reductions_, {})) {
-    try {
-      reduction.pending.wait();
-      // NOLINTNEXTLINE(bugprone-empty-catch): what it would have given is dropped
-    } catch (const std::exception&) {
-    }
-  }
-  reduced_.clear();
-  for (std::size_t i = 0; i < members_.size(); ++i) {
-    if (const auto tensor = whole(i); tensor.defined()) tensor.mutable_grad().reset();
-  }
+int64_t ParameterGroup::shard_bytes() const {
+  return members_.empty() ? 0 : static_cast<int64_t>(shards_.nbytes());
+}
+
+int64_t ParameterGroup::whole_bytes() const {
+  if (members_.empty() || !is_divided_) return 0;
+  int64_t elements = 0;
+  for (const auto& member : members_) elements += aligned(group_->getSize() * member.cut.padded());
+  return elements * static_cast<int64_t>(c10::elementSize(gathered_dtype(shards_.scalar_type())));
 }
 
 }  // namespace lockstep::detail

@@ -1,9 +1,9 @@
-// The parameters of a unit: their shards, the gather that makes them whole for a while, the reduction of their
-// gradients. Internal to fsdp. Not thread-safe: the unit's tree has the lock.
+// The parameters of a unit that are gathered together: their shards, the gather that makes them whole for a while, the
+// reduction of their gradients. Internal to fsdp. Not thread-safe: the unit's tree has the lock.
 //
-// A parameter is cut along dim 0 by the chunk rule. For collectives every rank's part is as long as the first one's:
-// the parts of a unit lie in one flat buffer that the group's backend reaches without a copy, and a gather puts them
-// straight into the whole parameters, one behind the other, so nothing is copied out.
+// For collectives every rank's part of a parameter is as long as the first one's. The parts lie in one flat buffer that
+// the group's backend reaches without a copy, and a gather puts them straight into the whole parameters, one behind the
+// other, so nothing is copied out; only what is not cut along its first dim is put in order afterwards.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,101 +15,84 @@
 
 #include "lockstep/comm/call_label.h"
 #include "lockstep/comm/pending.h"
-#include "lockstep/fsdp/freed_storage.h"
+#include "lockstep/fsdp/gradient_reduction.h"
+#include "lockstep/fsdp/member.h"
 #include "lockstep/fsdp/options.h"
 #include "lockstep/fsdp/shard_watch.h"
-#include "lockstep/mesh/device_mesh.h"
+#include "lockstep/fsdp/unit_comm.h"
 
 namespace lockstep::detail {
 
-/// A parameter before it is sharded.
-struct WholeParameter {
-  std::string name;
-  at::Tensor tensor;
-};
-
 class ParameterGroup {
  public:
-  /// Cuts the parameters: each keeps its sizes and loses its memory, for which `owner` answers from then on. Local.
+  /// Cuts the parameters, which have one dtype: each keeps its sizes and loses its memory, for which `owner` answers
+  /// from then on. Local.
   ParameterGroup(const std::vector<WholeParameter>& parameters, const DeviceMesh& mesh,
-                 const MixedPrecisionPolicy& policy, const std::shared_ptr<StorageOwner>& owner,
-                 const std::string& unit);
+                 const FullyShardOptions& options, const std::shared_ptr<StorageOwner>& owner);
+  ParameterGroup(const ParameterGroup&) = delete;
+  ParameterGroup& operator=(const ParameterGroup&) = delete;
 
-  std::size_t count() const { return members_.size(); }
-  const std::string& name(std::size_t index) const { return members_[index].name; }
-  /// What the module registers from now on.
-  const at::Tensor& shard(std::size_t index) const { return members_[index].shard; }
-  /// The whole parameter; undefined if all handles are gone.
-  at::Tensor whole(std::size_t index) const { return members_[index].memory.tensor(); }
+  const std::vector<Member>& members() const { return members_; }
+  const DeviceMesh& mesh() const { return mesh_; }
+  at::Device device() const { return device_; }
+  GradientReduction& gradients() { return gradients_; }
+  /// In errors and events.
+  void set_unit_name(const std::string& name);
+  void set_all_gather(std::shared_ptr<AllGatherComm> comm) { comm_ = std::move(comm); }
+  /// Between forward and backward, each of these ranks keeps an equal part of every whole parameter.
+  void set_group_between(GroupPtr group) { between_ = std::move(group); }
 
   // Gathering. All ranks do the same.
-  void launch_gather();
+  void launch_gather(bool is_backward);
   /// After launch_gather().
   void finish_gather();
   void free();
+  /// As free(), but this rank's part for the backward's gather stays if there is a group for that.
+  void free_until_backward();
   /// Brings what the program wrote into the whole parameters into the shards, this rank's part of it.
   void write_back();
   /// Whether shards were written, or exchanged, since they were gathered last. Names the first one.
   const std::string* changed_since_gather() const;
-  /// How many required gradients when they were gathered last.
+  /// How many handles required gradients when they were gathered last, and how many there are.
   std::size_t trainable_count() const { return trainable_count_; }
-
-  // Reduction of what is in the whole parameters' .grad. All ranks have gradients of the same parameters.
-  /// Takes the gradients, each times `scale`, and starts their sum over the ranks.
-  void launch_reduction(double scale);
-  bool is_reducing() const { return !reductions_.empty(); }
-  /// Waits for what was launched first, and for the sum over replicas.
-  void finish_reduction();
-  /// Puts what was reduced into the shards' .grad, or adds it to what is there.
-  void hand_out_gradients();
-  /// Forgets what was launched and what is in the whole parameters' .grad.
-  void drop_gradients();
+  std::size_t handle_count() const { return handle_count_; }
+  /// Bytes of the shards, and of all whole parameters with their padding.
+  int64_t shard_bytes() const;
+  int64_t whole_bytes() const;
 
  private:
-  struct Member {
-    std::string name;
-    std::vector<int64_t> sizes;
-    at::ScalarType dtype;
-    int64_t row = 1;        // elements of one index of dim 0
-    int64_t rows = 0;       // of this rank, at most `chunk`
-    int64_t first_row = 0;  // in the whole parameter
-    int64_t chunk = 0;      // rows of the first rank
-    int64_t offset = 0;     // in shards_
-    FreedStorage memory;
-    at::Tensor shard = {};
-    const void* address = nullptr;  // of the shard in shards_
-
-    int64_t padded() const { return chunk * row; }
-  };
-  struct Reduction {
-    Pending pending;
-    at::Tensor input;
-    at::Tensor output;
-    std::vector<std::size_t> members;
-  };
-
-  void cut(Member& member, const at::Tensor& tensor);
+  void cut(Member& member, const at::Tensor& value);
+  /// Follows shards whose memory, device or dtype was exchanged: by a load, to(), set_data().
   void take_back_shards();
+  void check_taken_back(const Member& member) const;
+  void rebuild(const at::TensorOptions& options);
   /// Lets whole parameters require gradients as their shards do: those may be frozen or thawed any time.
   void follow_requires_grad();
+  /// The shards as they are gathered: in the compute dtype, on the compute device.
+  at::Tensor gather_source() const;
+  void launch_gather_between();
   at::ScalarType gathered_dtype(at::ScalarType dtype) const;
-  at::Tensor reduction_input(const std::vector<std::size_t>& members, double scale) const;
 
-  const MixedPrecisionPolicy policy_;
+  const FullyShardOptions options_;
   const DeviceMesh mesh_;
-  const GroupPtr group_;     // over which parameters are cut
-  const GroupPtr replicas_;  // null if there are none
-  const CallLabel gather_label_;
-  const CallLabel reduce_label_;
+  const GroupPtr group_;  // over which parameters are cut
+  const bool is_divided_;
+  at::Device device_;  // of whole parameters
   std::vector<Member> members_;
-  at::Tensor shards_;  // flat, padded; undefined for a unit without parameters
+  at::Tensor shards_;  // flat, padded; undefined for a group without parameters
   const std::shared_ptr<ShardWatch> watch_ = std::make_shared<ShardWatch>();
   std::optional<OwnedStorage> watched_;
+  std::size_t handle_count_ = 0;
   std::size_t trainable_count_ = 0;
-  std::vector<at::Tensor> gathered_;  // by member, while gathering
+  GradientReduction gradients_;
+
+  std::shared_ptr<AllGatherComm> comm_ = std::make_shared<AllGatherComm>();
+  CallLabel gather_label_;
   Pending gather_;
-  std::vector<Reduction> reductions_;  // on their way
-  std::vector<Reduction> reduced_;
+  std::vector<at::Tensor> gathered_;  // by member; while it is gathered and whole
+  bool is_in_order_ = true;           // what gathered_ holds
+  GroupPtr between_;                  // null: all parts are freed
+  std::vector<at::Tensor> kept_;      // by member; from forward to backward
 };
 
 }  // namespace lockstep::detail

@@ -11,7 +11,7 @@ namespace lockstep::detail {
 
 class ShardWatch final : public StorageOwner {
  public:
-  void before_operator(const OperatorCall& /*call*/, c10::ArrayRef<TouchedTensor> touched) override {
+  void before_operator(OperatorCall& /*call*/, c10::ArrayRef<TouchedTensor> touched) override {
     for (const auto& each : touched) {
       if (each.is_written) written_ = each.tensor.storage_offset();
     }

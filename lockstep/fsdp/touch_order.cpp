@@ -1,5 +1,6 @@
 #include "lockstep/fsdp/touch_order.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace lockstep::detail {
@@ -52,11 +53,21 @@ TouchOrder::Unit TouchOrder::next() const {
   return expected_[position_ + 1].unit;
 }
 
-void TouchOrder::end_pass() {
+std::vector<TouchOrder::Unit> TouchOrder::upcoming() const {
+  std::vector<Unit> units;
+  for (auto i = position_ + 1; is_following_ && i < expected_.size(); ++i) units.push_back(expected_[i].unit);
+  return units;
+}
+
+bool TouchOrder::end_pass() {
+  const auto is_same_unit = [](const Run& one, const Run& other) { return one.unit == other.unit; };
+  const bool is_changed = !seen_.empty() && !expected_.empty() &&
+                          !std::equal(seen_.begin(), seen_.end(), expected_.begin(), expected_.end(), is_same_unit);
   if (!seen_.empty()) expected_ = std::move(seen_);
   seen_.clear();
   position_ = 0;
   is_following_ = false;
+  return is_changed;
 }
 
 void TouchOrder::expect(const std::vector<Unit>& order) {

@@ -21,8 +21,10 @@ class TouchOrder {
   bool is_run_over() const;
   /// The unit that was touched after this run the last time; kNone if that is not known.
   Unit next() const;
-  /// The pass is over: the next one begins anew, and expects this order.
-  void end_pass();
+  /// All units behind this run as it was the last time, in that order; none if that is not known.
+  std::vector<Unit> upcoming() const;
+  /// The pass is over: the next one begins anew, and expects this order. True if it was another one than expected.
+  bool end_pass();
   /// Expects `order`, unless a pass has been seen.
   void expect(const std::vector<Unit>& order);
   /// The units of this pass so far, run by run.

@@ -1,10 +1,11 @@
-// Which modules are units. Modules know nothing of it, so it is a table by address, with what tells a dead one from a
-// new one at its place. Internal to fsdp. Thread-safe: ranks may be threads.
+// Which modules are units, and which buffers were cast. Modules know nothing of it, so these are tables by address,
+// with what tells a dead one from a new one at its place. Internal to fsdp. Thread-safe: ranks may be threads.
 #pragma once
 
 #include <torch/nn/module.h>
 
 #include <memory>
+#include <optional>
 
 #include "lockstep/fsdp/unit.h"
 
@@ -13,6 +14,10 @@ namespace lockstep::detail {
 void register_unit(const std::shared_ptr<torch::nn::Module>& module, const UnitPtr& unit);
 /// Null if it is none.
 UnitPtr find_unit(const torch::nn::Module& module);
+
+/// The dtype a buffer had before a policy changed it; none if it was not changed.
+void set_original_dtype(const at::Tensor& buffer, at::ScalarType dtype);
+std::optional<at::ScalarType> original_dtype_of(const at::Tensor& buffer);
 
 /// Whether it has a forward: lists and dicts of modules have none.
 bool can_be_called(const torch::nn::Module& module);

@@ -39,7 +39,7 @@ class Nested {
 /// The owners of a call's storages, told in the order of the arguments and in reverse.
 class ToldOwners {
  public:
-  explicit ToldOwners(const OperatorCall& call) : call_(call) {
+  explicit ToldOwners(OperatorCall& call) : call_(call) {
     for_each_tensor(call, [&](const at::Tensor& tensor, std::size_t argument) {
       if (!is_marked_intercepted(tensor)) return;
       auto owner = storage_owner_of(tensor);
@@ -57,6 +57,9 @@ class ToldOwners {
   void tell() {
     for (; told_ < owners_.size(); ++told_) owners_[told_].owner->before_operator(call_, owners_[told_].touched);
   }
+  void tell_results() {
+    for (auto i = told_; i > 0; --i) owners_[i - 1].owner->on_result(call_);
+  }
 
  private:
   struct Owner {
@@ -71,7 +74,7 @@ class ToldOwners {
     return owners_.back().touched;
   }
 
-  const OperatorCall& call_;
+  OperatorCall& call_;
   c10::SmallVector<Owner, 2> owners_;
   std::size_t told_ = 0;
 };
@@ -166,6 +169,7 @@ void OperatorCall::run_owned() {
   owners.tell();
   is_answered_ = true;
   op_.callBoxed(&stack_);
+  owners.tell_results();
 }
 
 void install_interceptor() {

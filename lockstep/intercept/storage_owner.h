@@ -23,8 +23,11 @@ struct TouchedTensor {
 class StorageOwner {
  public:
   virtual ~StorageOwner() = default;
-  /// Before the operator runs. If it throws, the operator does not run and throws that.
-  virtual void before_operator(const OperatorCall& call, c10::ArrayRef<TouchedTensor> touched) = 0;
+  /// Before the operator runs; may change its other arguments. If it throws, the operator does not run and throws that.
+  virtual void before_operator(OperatorCall& call, c10::ArrayRef<TouchedTensor> touched) = 0;
+  /// The operator has run: may change its results. The owner told last is asked first. If it throws, so does the
+  /// operator.
+  virtual void on_result(OperatorCall& call) { static_cast<void>(call); }
   /// After it ran or threw; once for every before_operator() that returned, the last first.
   virtual void after_operator(const OperatorCall& call) noexcept { static_cast<void>(call); }
 };

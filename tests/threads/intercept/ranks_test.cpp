@@ -24,7 +24,7 @@ LOCKSTEP_RANK_TEST(Intercept, CountersOfRanksAreApart, 3) {
 
 class Counting : public StorageOwner {
  public:
-  void before_operator(const OperatorCall&, c10::ArrayRef<TouchedTensor>) override { ++calls; }
+  void before_operator(OperatorCall&, c10::ArrayRef<TouchedTensor>) override { ++calls; }
   int calls = 0;
 };
 

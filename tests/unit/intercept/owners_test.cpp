@@ -18,7 +18,7 @@ class Noting : public StorageOwner {
   explicit Noting(std::string name = "", std::vector<std::string>* log = nullptr)
       : name_(std::move(name)), log_(log != nullptr ? log : &own_log_) {}
 
-  void before_operator(const OperatorCall& call, c10::ArrayRef<TouchedTensor> touched) override {
+  void before_operator(OperatorCall& call, c10::ArrayRef<TouchedTensor> touched) override {
     auto text = name_ + call.name().substr(std::string("aten::").size()) + ":" + std::to_string(touched.size());
     for (const auto& tensor : touched) {
       if (tensor.is_written) text += "w";

@@ -1,0 +1,349 @@
+#include "lockstep/fsdp/construction.h"
+
+#include <ATen/ops/empty_like.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/GradMode.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/conv.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/modules/normalization.h>
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <unordered_map>
+
+#include "lockstep/base/str.h"
+#include "lockstep/comm/collectives.h"
+#include "lockstep/comm/world.h"
+#include "lockstep/fsdp/unit_registry.h"
+#include "lockstep/intercept/deferred_init.h"
+#include "lockstep/nn/module_tensors.h"
+#include "lockstep/shard/layout_of.h"
+
+namespace lockstep::detail {
+namespace {
+
+void check_mesh(const DeviceMesh& mesh) {
+  TORCH_CHECK(mesh.ndim() <= 2, "[lockstep/fsdp] a mesh of ", mesh.ndim(),
+              " axes: one axis shards, of two the first replicates and the second shards.");
+  TORCH_CHECK(mesh.ndim() == 1 || !mesh.mesh_dim_names().empty(),
+              "[lockstep/fsdp] a mesh of two axes needs names, so that it is plain which one replicates: ",
+              "init_device_mesh(\"cpu\", {2, 2}, {.mesh_dim_names = {\"replicate\", \"shard\"}}).");
+  TORCH_CHECK(mesh.is_member(), "[lockstep/fsdp] rank ", mesh.get_rank(), " is not in ", mesh.to_string());
+}
+
+void apply_strategy(FullyShardOptions& options) {
+  const auto strategy = *options.sharding_strategy;
+  TORCH_CHECK(!options.reshard_after_forward,
+              "[lockstep/fsdp] sharding_strategy and reshard_after_forward say the same: give one of them.");
+  const bool is_hybrid = strategy == ShardingStrategy::HYBRID_SHARD || strategy == ShardingStrategy::HYBRID_SHARD_ZERO2;
+  TORCH_CHECK(is_hybrid == (options.mesh->ndim() == 2),
+              "[lockstep/fsdp] a hybrid sharding strategy needs a mesh of two named axes (replicate, shard), and ",
+              "others one of one axis; this is ", options.mesh->to_string(), ".");
+  if (strategy == ShardingStrategy::NO_SHARD) {
+    TORCH_WARN_ONCE("[lockstep/fsdp] NO_SHARD divides nothing: DistributedDataParallel does the same with less.");
+    const auto ranks = options.mesh->ranks();
+    options.mesh = DeviceMesh::from_ranks(options.mesh->device_type(), {ranks, {options.mesh->size(), 1}},
+                                          {.mesh_dim_names = {"replicate", "shard"}});
+  }
+  const bool keeps = strategy == ShardingStrategy::SHARD_GRAD_OP || strategy == ShardingStrategy::HYBRID_SHARD_ZERO2;
+  if (keeps) options.reshard_after_forward = false;
+}
+
+void collect(const std::string& name, torch::nn::Module& module, std::unordered_set<const void*>& seen, Below& below) {
+  if (!seen.insert(&module).second) return;
+  below.modules.emplace_back(name, &module);
+  for (const auto& child : module.named_children()) {
+    if (auto unit = find_unit(*child.value())) {
+      if (std::find(below.units.begin(), below.units.end(), unit) == below.units.end()) below.units.push_back(unit);
+    } else {
+      collect(joined_name(name, child.key()), *child.value(), seen, below);
+    }
+  }
+}
+
+/// Calls visit(name, tensor) for what the modules hold themselves, each tensor once, sharded ones not.
+template <class Visit>
+void for_each_state(const Below& below, const FullyShardOptions& options, const Visit& visit) {
+  std::unordered_set<const void*> seen;
+  for (const auto& ignored : options.ignored_params) seen.insert(ignored.unsafeGetTensorImpl());
+  for (const auto& [prefix, module] : below.modules) {
+    for (const auto& item : module->named_parameters(/*recurse=*/false)) {
+      const auto& tensor = item.value();
+      if (!tensor.defined() || layout_of(tensor) || !seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
+      visit(joined_name(prefix, item.key()), tensor, /*is_buffer=*/false);
+    }
+    for (const auto& item : module->named_buffers(/*recurse=*/false)) {
+      const auto& tensor = item.value();
+      if (!tensor.defined() || !seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
+      visit(joined_name(prefix, item.key()), tensor, /*is_buffer=*/true);
+    }
+  }
+}
+
+template <class... Layers>
+bool reset_one_of(torch::nn::Module& module) {
+  const auto reset = [](auto* layer) {
+    if (layer != nullptr) layer->reset_parameters();
+    return layer != nullptr;
+  };
+  return (reset(dynamic_cast<Layers*>(&module)) || ...);
+}
+
+/// Modules with parameters on the meta device that no deferred_init knows how to fill.
+void fill_meta(const Below& below, const FullyShardOptions& options, at::Device device) {
+  using namespace torch::nn;
+  std::vector<Module*> to_fill;
+  for_each_state(below, options, [&](const std::string&, const at::Tensor& tensor, bool) {
+    if (is_deferred(tensor)) materialize_tensor(tensor);
+  });
+  for (const auto& [name, module] : below.modules) {
+    bool is_meta = false;
+    for (const auto& list : {module->named_parameters(false), module->named_buffers(false)}) {
+      for (const auto& item : list) {
+        if (!item.value().defined() || !item.value().is_meta()) continue;
+        is_meta = true;
+        item.value().set_data(at::empty_like(item.value(), item.value().options().device(device)));
+      }
+    }
+    if (is_meta) to_fill.push_back(module);
+  }
+  for (auto* module : to_fill) {
+    if (options.param_init_fn) {
+      options.param_init_fn(*module);
+      continue;
+    }
+    const at::NoGradGuard no_grad;
+    TORCH_CHECK(
+        (reset_one_of<LinearImpl, BilinearImpl, EmbeddingImpl, EmbeddingBagImpl, Conv1dImpl, Conv2dImpl, Conv3dImpl,
+                      ConvTranspose1dImpl, ConvTranspose2dImpl, ConvTranspose3dImpl, BatchNorm1dImpl, BatchNorm2dImpl,
+                      BatchNorm3dImpl, LayerNormImpl, GroupNormImpl>(*module)),
+        "[lockstep/fsdp] ", module->name(), " has parameters on the meta device, and nothing says how to fill ",
+        "them. Build it in deferred_init(), or give a param_init_fn.");
+  }
+}
+
+at::Device device_of(const FullyShardOptions& options) {
+  if (options.device_id) {
+    TORCH_CHECK(options.device_id->type() == at::Device(options.mesh->device_type()).type(),
+                "[lockstep/fsdp] device_id is ", *options.device_id, ", and the mesh one of ",
+                options.mesh->device_type(), ".");
+    if (options.device_id->has_index() || options.device_id->is_cpu()) return *options.device_id;
+  }
+  const at::Device kind(options.mesh->device_type());
+  if (kind.is_cpu()) return kind;
+  const auto current = c10::impl::VirtualGuardImpl(kind.type()).getDevice();
+  if (options.device_id) {
+    TORCH_WARN_ONCE("[lockstep/fsdp] device_id ", *options.device_id, " has no index: ", current, " is taken.");
+  }
+  return current;
+}
+
+void place(const at::Tensor& tensor, at::Device device, const std::string& name) {
+  if (tensor.device() == device) return;
+  TORCH_CHECK(tensor.device().is_cpu(), "[lockstep/fsdp] '", name, "' is on ", tensor.device(), " and the unit on ",
+              device, ". Build it there, or on the CPU.");
+  const at::NoGradGuard no_grad;
+  tensor.set_data(tensor.to(device));
+}
+
+void send_states(const Below& below, const FullyShardOptions& options) {
+  std::vector<at::Tensor> states;
+  for_each_state(below, options, [&](const std::string&, const at::Tensor& tensor, bool) {
+    if (tensor.numel() > 0) states.push_back(tensor.detach());
+  });
+  const LabelScope label({"FSDP's sync_module_states"});
+  for (const auto& group : options.mesh->get_all_groups()) {
+    for (const auto& state : states) broadcast(state, 0, group);
+  }
+}
+
+void check_parameter(const std::string& name, const at::Tensor& tensor, int rank) {
+  const auto who = str("[lockstep/fsdp] rank ", rank, ": parameter '", name, "'");
+  TORCH_CHECK(tensor.dim() > 0, who, " has no dim that could be cut. Make it one-dimensional, of one element.");
+  TORCH_CHECK(tensor.layout() == at::kStrided && tensor.is_contiguous(), who,
+              " is not contiguous. Call contiguous() on it before fully_shard().");
+  TORCH_CHECK(
+      !storage_owner_of(tensor), who,
+      " is in another unit already. Shard modules that share a parameter as one unit, the one that holds both.");
+  TORCH_CHECK(tensor.is_leaf(), who, " was computed from other tensors. Shard what it was computed from.");
+}
+
+/// Where a parameter is cut.
+std::pair<DeviceMesh, int64_t> placement_of(const std::string& name, const at::Tensor& tensor,
+                                            const FullyShardOptions& options) {
+  const auto asked = options.shard_placement_fn ? options.shard_placement_fn(name, tensor) : std::nullopt;
+  if (!asked) return {*options.mesh, 0};
+  auto mesh = asked->mesh.value_or(*options.mesh);
+  check_mesh(mesh);
+  const auto who =
+      lockstep::str("[lockstep/fsdp] rank ", mesh.get_rank(), ": parameter '", name, "' of sizes ", tensor.sizes());
+  const auto dim = asked->dim < 0 ? asked->dim + tensor.dim() : asked->dim;
+  TORCH_CHECK(dim >= 0 && dim < tensor.dim(), who, " has no dim ", asked->dim, " to be cut along.");
+  const auto ranks = mesh.size(mesh.ndim() - 1);
+  TORCH_CHECK(dim == 0 || tensor.size(dim) % ranks == 0, who, ": dim ", dim, " does not divide evenly by ", ranks,
+              " ranks, which only dim 0 need not do.");
+  const bool is_other = !(mesh == *options.mesh);
+  TORCH_CHECK(!is_other || mesh.get_group(mesh.ndim() - 1) != options.mesh->get_group(options.mesh->ndim() - 1), who,
+              ": its mesh is another object over the unit's own group. Give it the unit's mesh.");
+  return {std::move(mesh), dim};
+}
+
+void check_dtypes(const std::vector<std::pair<DeviceMesh, WholeParameter>>& parameters,
+                  const FullyShardOptions& options, int rank) {
+  std::map<std::string, std::vector<std::string>> kinds;  // names by what they have in common
+  for (const auto& [mesh, parameter] : parameters) {
+    const auto dtype = c10::toString(parameter.tensor.scalar_type());
+    if (!options.use_orig_params) {
+      TORCH_CHECK(at::isFloatingType(parameter.tensor.scalar_type()) && parameter.dim == 0 && mesh == *options.mesh,
+                  "[lockstep/fsdp] rank ", rank, ": parameter '", parameter.name, "' is ", dtype,
+                  " or placed on its own, and a flat parameter holds floating point ones, in one row. Set ",
+                  "use_orig_params.");
+      kinds[str(dtype, parameter.tensor.requires_grad() ? ", trainable" : ", frozen")].push_back(parameter.name);
+    } else if (parameter.tensor.requires_grad()) {
+      kinds[dtype].push_back(parameter.name);
+    }
+  }
+  if (kinds.size() <= 1) return;
+  std::vector<std::string> sets;
+  for (const auto& [kind, names] : kinds) sets.push_back(str(kind, ": ", join(names, ", ")));
+  TORCH_CHECK(false, "[lockstep/fsdp] rank ", rank, ": ",
+              options.use_orig_params
+                  ? "trainable parameters of one unit have one dtype"
+                  : "parameters of one flat parameter have one dtype, and all are trainable or none",
+              ", and these are ", join(sets, "; "), ". Make some of the modules a unit of their own.");
+}
+
+}  // namespace
+
+FullyShardOptions completed(FullyShardOptions options, const torch::nn::Module& module) {
+  if (!options.mesh) {
+    const auto parameters = module.parameters();
+    auto kind = parameters.empty() || parameters.front().is_meta() ? at::kCPU : parameters.front().device().type();
+    if (options.device_id) kind = options.device_id->type();
+    options.mesh = DeviceMesh::from_group(default_group(), c10::DeviceTypeName(kind, /*lower_case=*/true));
+  }
+  check_mesh(*options.mesh);
+  TORCH_CHECK(options.ignored_params.empty() || options.ignored_modules.empty(),
+              "[lockstep/fsdp] both ignored_params and ignored_modules were given: give one of them.");
+  for (const auto& module : options.ignored_modules) {
+    TORCH_CHECK(module, "[lockstep/fsdp] ignored_modules holds a null pointer.");
+    TORCH_CHECK(!find_unit(*module), "[lockstep/fsdp] ", module->name(), " is to be ignored and sharded already.");
+  }
+  if (options.sharding_strategy) apply_strategy(options);
+  const auto ranks = options.mesh->size(options.mesh->ndim() - 1);
+  if (options.reshard_after_forward && options.reshard_after_forward->is_count()) {
+    const auto count = options.reshard_after_forward->ranks();
+    TORCH_CHECK(count >= 1 && ranks % count == 0, "[lockstep/fsdp] reshard_after_forward = ", count,
+                " does not divide the ", ranks, " ranks that shard.");
+    if (count == 1) {
+      TORCH_WARN_ONCE("[lockstep/fsdp] reshard_after_forward = 1 is false: units stay whole.");
+    }
+    if (count == ranks && count > 1) options.reshard_after_forward = true;
+  }
+  if (options.mesh->size() == 1 && !options.force_sharding) {
+    TORCH_WARN_ONCE("[lockstep/fsdp] one rank: nothing is divided, and units are not gathered.");
+  }
+  if (options.offload_policy && options.mesh->device_type() == "cpu") {
+    TORCH_WARN_ONCE("[lockstep/fsdp] offload_policy has no effect: shards of a mesh of CPUs are on the host anyway.");
+  }
+  return options;
+}
+
+Below below(const std::vector<std::shared_ptr<torch::nn::Module>>& modules, const FullyShardOptions& options) {
+  Below found;
+  std::unordered_set<const void*> seen;
+  for (const auto& module : options.ignored_modules) {
+    seen.insert(module.get());
+    for (const auto& each : module->modules(/*include_self=*/false)) seen.insert(each.get());
+  }
+  for (const auto& module : modules) {
+    if (seen.contains(module.get())) {
+      TORCH_WARN("[lockstep/fsdp] ", module->name(), " is to be sharded and ignored: it is ignored.");
+    }
+    // Names tell apart what several modules hold.
+    collect(modules.size() > 1 ? module->name() : "", *module, seen, found);
+  }
+  return found;
+}
+
+void prepare(const Below& below, const FullyShardOptions& options) {
+  const auto device = device_of(options);
+  fill_meta(below, options, device);
+  for_each_state(below, options, [&](const std::string& name, const at::Tensor& tensor, bool is_buffer) {
+    place(tensor, device, name);
+    const auto dtype = options.mp_policy.buffer_dtype;
+    if (is_buffer && dtype && at::isFloatingType(tensor.scalar_type()) && tensor.scalar_type() != *dtype) {
+      set_original_dtype(tensor, tensor.scalar_type());
+      tensor.set_data(tensor.detach().to(*dtype));
+    }
+  });
+  if (options.sync_module_states) send_states(below, options);
+}
+
+std::vector<std::pair<DeviceMesh, WholeParameter>> parameters_in(const Below& below, const FullyShardOptions& options) {
+  const auto rank = options.mesh->get_rank();
+  std::vector<std::pair<DeviceMesh, WholeParameter>> parameters;
+  for_each_state(below, options, [&](const std::string& name, const at::Tensor& tensor, bool is_buffer) {
+    if (is_buffer) return;
+    check_parameter(name, tensor, rank);
+    const auto [mesh, dim] = placement_of(name, tensor, options);
+    parameters.push_back({mesh, {name, tensor, dim}});
+  });
+  check_dtypes(parameters, options, rank);
+  return parameters;
+}
+
+void put_shards(const Below& below, const Unit& unit) {
+  std::unordered_map<const void*, at::Tensor> shards;
+  at::Tensor flat;
+  for (const auto& group : unit.groups()) {
+    for (const auto& member : group->members()) {
+      for (const auto& handle : member.handles) shards.emplace(handle.tensor().unsafeGetTensorImpl(), member.shard);
+      if (!unit.options().use_orig_params) flat = member.shard;
+    }
+  }
+  for (const auto& [prefix, module] : below.modules) {
+    auto& registered = ModuleAccess::parameters_of(*module);
+    std::vector<std::string> replaced;
+    for (auto& item : registered) {
+      const auto found = shards.find(item.value().unsafeGetTensorImpl());
+      if (found == shards.end()) continue;
+      if (flat.defined()) {
+        replaced.push_back(item.key());
+      } else {
+        item.value() = found->second;
+      }
+    }
+    for (const auto& name : replaced) registered.erase(name);
+  }
+  if (flat.defined()) ModuleAccess::parameters_of(*below.modules.front().second).insert("_flat_param", flat);
+}
+
+GroupPtr group_between(const FullyShardOptions& options) {
+  const auto& reshard = options.reshard_after_forward;
+  if (!reshard || reshard->ranks() <= 1) return nullptr;
+  // By the group that is cut and the size; units keep the groups alive.
+  using Made = std::map<std::pair<const void*, int>, c10::weak_intrusive_ptr<c10d::ProcessGroup>>;
+  static auto* made = new Made;         // groups may outlive what is destroyed at exit
+  static auto* mutex = new std::mutex;  // guards made
+  const auto key = std::pair(options.mesh->get_group(options.mesh->ndim() - 1).get(), reshard->ranks());
+  {
+    const std::lock_guard lock(*mutex);
+    if (const auto found = made->find(key); found != made->end()) {
+      if (auto group = found->second.lock()) return group;
+    }
+  }
+  const auto size = options.mesh->size();
+  const auto mesh = DeviceMesh::from_ranks(options.mesh->device_type(),
+                                           {options.mesh->ranks(), {size / reshard->ranks(), reshard->ranks()}});
+  const auto group = mesh.get_group(1);
+  const std::lock_guard lock(*mutex);
+  made->insert_or_assign(key, c10::weak_intrusive_ptr<c10d::ProcessGroup>(group));
+  return group;
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,335 @@
+#include "lockstep/fsdp/gradient_reduction.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "lockstep/base/str.h"
+#include "lockstep/comm/collectives.h"
+#include "lockstep/nn/gradient_copy.h"
+#include "lockstep/shard/flat.h"
+
+namespace lockstep::detail {
+namespace {
+
+/// A sum in float16 must not overflow: one part of the division comes before it, about the square root, the other
+/// after.
+double factor_before_half(double divisor) {
+  double factor = 1;
+  while (divisor / factor > factor) factor *= 2;
+  return factor;
+}
+
+at::Tensor grad_of(const WholeHandle& handle) {
+  const auto tensor = handle.tensor();
+  return tensor.defined() ? tensor.grad() : at::Tensor();
+}
+
+void drop_grad(WholeHandle& handle) {
+  if (const auto tensor = handle.tensor(); tensor.defined()) tensor.mutable_grad().reset();
+}
+
+bool has_gradient(const Member& member) {
+  return std::any_of(member.handles.begin(), member.handles.end(),
+                     [](const WholeHandle& handle) { return handle.kept_grad.defined() || grad_of(handle).defined(); });
+}
+
+at::Tensor run_hooks(const at::Tensor& shard, at::Tensor grad) {
+  for (const auto& hook : torch::autograd::impl::hooks(shard)) grad = (*hook)({grad})[0];
+  return grad;
+}
+
+bool has_hooks(const at::Tensor& shard) {
+  return !torch::autograd::impl::hooks(shard).empty() || torch::autograd::impl::post_acc_grad_hooks(shard) != nullptr;
+}
+
+}  // namespace
+
+GradientReduction::GradientReduction(std::vector<Member>& members, GroupPtr group, GroupPtr replicas,
+                                     const FullyShardOptions& options)
+    : members_(members), group_(std::move(group)), replicas_(std::move(replicas)), policy_(options.mp_policy) {}
+
+void GradientReduction::set_unit_name(const std::string& name) {
+  unit_ = name;
+  label_ = CallLabel{interned(str("gradients of FSDP unit '", name, "'"))};
+}
+
+std::string GradientReduction::who() const {
+  return str("[lockstep/fsdp] rank ", group_->getRank(), " of ", group_->getSize(), ", unit '", unit_, "'");
+}
+
+int64_t GradientReduction::world() const {
+  return group_->getSize() * static_cast<int64_t>(replicas_ ? replicas_->getSize() : 1);
+}
+
+at::ScalarType GradientReduction::reduce_dtype(at::ScalarType compute_dtype) const {
+  return policy_.reduce_dtype && at::isFloatingType(compute_dtype) ? *policy_.reduce_dtype : compute_dtype;
+}
+
+void GradientReduction::witness(std::size_t index) {
+  witnesses_.resize(members_.size());
+  auto& grad = members_[index].shard.mutable_grad();
+  const bool is_stand_in = !grad.defined();
+  if (is_stand_in) grad = at::zeros_like(members_[index].shard.detach());
+  auto& witness = witnesses_[index];
+  if (witness.grad == grad.unsafeGetTensorImpl()) return;
+  witness = {grad.unsafeGetTensorImpl(), grad._version(), is_stand_in};
+}
+
+bool GradientReduction::is_zeroed(std::size_t index) const {
+  if (witnesses_.empty() || witnesses_[index].grad == nullptr) return false;
+  const auto& witness = witnesses_[index];
+  const auto& grad = members_[index].shard.grad();
+  if (!grad.defined() || grad.unsafeGetTensorImpl() != witness.grad) return true;
+  return grad._version() != witness.version && !grad.any().item<bool>();
+}
+
+void GradientReduction::forget_zeroed() {
+  for (std::size_t i = 0; i < witnesses_.size(); ++i) {
+    if (!is_zeroed(i)) continue;
+    for (auto& handle : members_[i].handles) handle.kept_grad.reset();
+    if (!partials_.empty()) partials_[i].reset();
+    witnesses_[i] = {};
+  }
+}
+
+void GradientReduction::keep(bool counts) {
+  const at::NoGradGuard no_grad;
+  forget_zeroed();
+  for (std::size_t i = 0; i < members_.size(); ++i) {
+    if (!has_gradient(members_[i])) continue;
+    check({i});
+    for (auto& handle : members_[i].handles) {
+      const auto grad = grad_of(handle);
+      if (!grad.defined()) continue;
+      if (!counts) grad.zero_();
+      if (handle.kept_grad.defined()) {
+        handle.kept_grad.add_(grad);
+      } else {
+        handle.kept_grad = grad.to(reduce_dtype(grad.scalar_type()));
+      }
+      drop_grad(handle);
+    }
+    witness(i);
+  }
+}
+
+bool GradientReduction::has_kept() const {
+  return std::any_of(members_.begin(), members_.end(), [](const Member& member) {
+    return std::any_of(member.handles.begin(), member.handles.end(),
+                       [](const WholeHandle& handle) { return handle.kept_grad.defined(); });
+  });
+}
+
+std::vector<std::size_t> GradientReduction::members_to_reduce(const ReductionSettings& settings) {
+  forget_zeroed();
+  std::vector<std::size_t> chosen;
+  for (std::size_t i = 0; i < members_.size(); ++i) {
+    const auto& member = members_[i];
+    if (member.cut.padded() == 0) continue;
+    const bool is_sent_as_zeros = settings.sends_zeros && member.shard.requires_grad();
+    const bool has_partial = !partials_.empty() && partials_[i].defined();
+    if (has_gradient(member) || is_sent_as_zeros || has_partial) chosen.push_back(i);
+  }
+  return chosen;
+}
+
+void GradientReduction::check(const std::vector<std::size_t>& members) const {
+  const WholeHandle* first = nullptr;
+  for (const auto index : members) {
+    for (const auto& handle : members_[index].handles) {
+      const auto grad = grad_of(handle);
+      if (!grad.defined()) continue;
+      TORCH_CHECK(grad.layout() == at::kStrided, who(), ": the gradient of '", handle.name,
+                  "' is sparse, which cannot be sharded. Use a dense embedding.");
+      TORCH_CHECK(!grad.requires_grad(), who(), ": the gradient of '", handle.name,
+                  "' is to be differentiated itself (create_graph), which sharded parameters do not support. Leave ",
+                  "create_graph out, or use DistributedDataParallel.");
+      if (first == nullptr) first = &handle;
+      const auto dtype = grad_of(*first).scalar_type();
+      TORCH_CHECK(grad.scalar_type() == dtype, who(), ": gradients of '", first->name, "' and '", handle.name,
+                  "' have different dtypes: ", dtype, " and ", grad.scalar_type(),
+                  ". One unit reduces gradients of one dtype; make the second a unit of its own.");
+    }
+  }
+}
+
+void GradientReduction::fill(const at::Tensor& input, const Member& member, double scale, bool counts) {
+  const auto& cut = member.cut;
+  for (const auto& handle : member.handles) {
+    const auto grad = counts ? grad_of(handle) : at::Tensor();
+    auto source = handle.kept_grad;
+    if (source.defined() && grad.defined()) source.add_(grad);
+    if (!source.defined()) source = grad;
+    int64_t elements = 1;
+    for (const auto size : handle.sizes) elements *= size;
+    const auto place = part_of(input, {handle.offset, handle.offset + elements});
+    if (!source.defined()) {
+      place.zero_();
+    } else if (cut.is_in_order()) {
+      copy_scaled(place.view(handle.sizes), source, scale);
+    } else {
+      const auto parts = source.contiguous().view({cut.before(), cut.ranks(), -1}).transpose(0, 1);
+      copy_scaled(place.view(parts.sizes()), parts, scale);
+    }
+  }
+  const auto used = cut.numel();
+  if (used < input.numel()) input.narrow(0, used, input.numel() - used).zero_();
+}
+
+void GradientReduction::launch(const ReductionSettings& settings) {
+  const at::NoGradGuard no_grad;
+  Reduction reduction;
+  reduction.members = members_to_reduce(settings);
+  if (reduction.members.empty()) return;
+  check(reduction.members);
+  int64_t elements = 0;
+  at::ScalarType dtype = members_[reduction.members.front()].handles.front().tensor().scalar_type();
+  for (const auto index : reduction.members) elements += members_[index].cut.padded();
+  dtype = reduce_dtype(dtype);
+  const auto device = members_[reduction.members.front()].handles.front().tensor().device();
+  const auto options = at::TensorOptions(dtype).device(device);
+  const auto divisor = settings.divisor > 0 ? settings.divisor : static_cast<double>(world());
+  const auto before = dtype == at::kHalf ? factor_before_half(divisor) : divisor;
+  reduction.scale_after = before / divisor;
+  reduction.settings = settings;
+  const int64_t ranks = group_->getSize();
+  reduction.input = comm_->allocate(elements * ranks, options, group_);
+  reduction.output = at::empty({elements}, options);
+  std::vector<at::Tensor> inputs;
+  std::vector<at::Tensor> outputs;
+  int64_t offset = 0;
+  for (const auto index : reduction.members) {
+    const auto next = offset + members_[index].cut.padded();
+    inputs.push_back(part_of(reduction.input, {offset * ranks, next * ranks}));
+    outputs.push_back(part_of(reduction.output, {offset, next}));
+    fill(inputs.back(), members_[index], 1 / before, settings.counts);
+    offset = next;
+  }
+  const LabelScope label(label_);
+  reduction.pending = comm_->run(outputs, inputs, group_);
+  for (const auto index : reduction.members) {
+    for (auto& handle : members_[index].handles) {
+      drop_grad(handle);
+      handle.kept_grad.reset();
+    }
+  }
+  scattering_.push_back(std::move(reduction));
+}
+
+void GradientReduction::add_partials(const Reduction& reduction) {
+  partials_.resize(members_.size());
+  int64_t offset = 0;
+  for (const auto index : reduction.members) {
+    const auto sum = part_of(reduction.output, {offset, offset + members_[index].cut.padded()});
+    offset += sum.numel();
+    if (partials_[index].defined()) sum.add_(std::exchange(partials_[index], {}));
+    if (reduction.settings.sums_replicas) continue;
+    partials_[index] = sum;
+    witness(index);
+  }
+}
+
+void GradientReduction::finish_scatter() {
+  const at::NoGradGuard no_grad;
+  for (auto& reduction : std::exchange(scattering_, {})) {
+    reduction.pending.wait();
+    reduction.input.reset();
+    if (replicas_) {
+      add_partials(reduction);
+      if (!reduction.settings.sums_replicas) continue;
+      const LabelScope label(label_);
+      reduction.pending = launch_all_reduce(reduction.output, replicas_);
+    }
+    replicating_.push_back(std::move(reduction));
+  }
+}
+
+void GradientReduction::finish_replicas() {
+  const at::NoGradGuard no_grad;
+  for (auto& reduction : std::exchange(replicating_, {})) {
+    reduction.pending.wait();
+    if (reduction.scale_after != 1) reduction.output.mul_(reduction.scale_after);
+    if (reduction.settings.on_reduced) reduction.settings.on_reduced(reduction.output);
+    reduced_.push_back(std::move(reduction));
+  }
+}
+
+void GradientReduction::hand_out() {
+  const at::NoGradGuard no_grad;
+  for (auto& reduction : std::exchange(reduced_, {})) {
+    int64_t offset = 0;
+    for (const auto index : reduction.members) {
+      const auto& member = members_[index];
+      const bool is_stand_in = !witnesses_.empty() && witnesses_[index].is_stand_in;
+      if (is_stand_in && !is_zeroed(index)) member.shard.mutable_grad().reset();
+      if (!witnesses_.empty()) witnesses_[index] = {};
+      hand_out(member, part_of(reduction.output, {offset, offset + member.cut.padded()}));
+      offset += member.cut.padded();
+    }
+  }
+}
+
+void GradientReduction::hand_out(const Member& member, const at::Tensor& flat) {
+  const auto& shard = member.shard;
+  const auto dtype = policy_.keep_low_precision_grads ? flat.scalar_type() : shard.scalar_type();
+  const bool is_pinned = shard.device().is_cpu() && !flat.device().is_cpu() && shard.is_pinned();
+  auto& grad = shard.mutable_grad();
+  // A copy to the host that somebody reads at once must be there.
+  const bool is_async = is_pinned && !grad.defined() && !has_hooks(shard);
+  auto part = part_of(flat, {0, shard.numel()}).view(shard.sizes());
+  if (is_pinned) {
+    auto host = at::empty(shard.sizes(), shard.options().dtype(dtype).pinned_memory(true).requires_grad(false));
+    part = host.copy_(part, is_async);
+  } else if (part.scalar_type() != dtype || part.device() != shard.device()) {
+    part = part.to(shard.device(), dtype);
+  }
+  part = run_hooks(shard, part.detach());
+  if (grad.defined()) {
+    grad.add_(part);
+  } else {
+    grad = part;
+  }
+  if (const auto& after = torch::autograd::impl::post_acc_grad_hooks(shard)) (*after)(shard);
+}
+
+void GradientReduction::drop() {
+  for (auto* list : {&scattering_, &replicating_}) {
+    for (auto& reduction : std::exchange(*list, {})) {
+      try {
+        reduction.pending.wait();
+        // NOLINTNEXTLINE(bugprone-empty-catch): what it would have given is dropped
+      } catch (const std::exception&) {
+      }
+    }
+  }
+  reduced_.clear();
+  partials_.clear();
+  for (std::size_t i = 0; i < witnesses_.size(); ++i) {
+    if (witnesses_[i].is_stand_in && !is_zeroed(i)) members_[i].shard.mutable_grad().reset();
+  }
+  witnesses_.clear();
+  for (auto& member : members_) {
+    for (auto& handle : member.handles) {
+      drop_grad(handle);
+      handle.kept_grad.reset();
+    }
+  }
+}
+
+int64_t GradientReduction::buffer_bytes() const {
+  int64_t bytes = 0;
+  for (const auto& member : members_) {
+    const auto dtype = reduce_dtype(member.handles.front().tensor().scalar_type());
+    bytes += member.cut.padded() * (group_->getSize() + 1) * static_cast<int64_t>(c10::elementSize(dtype));
+  }
+  return bytes;
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,45 @@
+// A parameter of a unit, in its two forms: the shard that is registered, and the handles that modules compute with.
+// Internal to fsdp.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <vector>
+
+#include "lockstep/fsdp/cut.h"
+#include "lockstep/fsdp/freed_storage.h"
+
+namespace lockstep::detail {
+
+/// A parameter before it is sharded.
+struct WholeParameter {
+  std::string name;
+  at::Tensor tensor;
+  int64_t dim = 0;  // along which it is cut
+};
+
+/// What a module computes with. A flat parameter has many, others one.
+struct WholeHandle {
+  std::string name;
+  std::vector<int64_t> sizes;
+  int64_t offset = 0;  // in the member
+  FreedStorage memory;
+  at::Tensor kept_grad = {};  // of backwards without a reduction
+
+  /// Undefined if all handles are gone.
+  at::Tensor tensor() const { return memory.tensor(); }
+};
+
+struct Member {
+  std::string name;
+  Cut cut;
+  std::vector<WholeHandle> handles;
+  int64_t offset = 0;  // of its shard in the group's flat buffer
+  at::Tensor shard = {};
+  const void* address = nullptr;  // of the shard there
+
+  bool is_in_place() const { return shard.unsafeGetTensorImpl()->data() == address; }
+};
+
+}  // namespace lockstep::detail

@@ -1,0 +1,504 @@
+#include "lockstep/fsdp/unit_tree.h"
+
+#include <ATen/ops/full.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "lockstep/base/env.h"
+#include "lockstep/base/observer.h"
+#include "lockstep/base/str.h"
+#include "lockstep/comm/collectives.h"
+#include "lockstep/comm/objects.h"
+#include "lockstep/fsdp/unit_registry.h"
+#include "lockstep/intercept/operator_call.h"
+#include "lockstep/nn/module_tensors.h"
+
+namespace lockstep::detail {
+namespace {
+
+bool is_backward_running() {
+  return torch::autograd::get_current_graph_task_id() >= 0;
+}
+
+bool is_debugging() {
+  const auto level = env("TORCH_DISTRIBUTED_DEBUG").value_or("OFF");
+  return level == "INFO" || level == "DETAIL";
+}
+
+const std::string* changed_parameter(const Unit& unit) {
+  for (const auto& group : unit.groups()) {
+    if (const auto* name = group->changed_since_gather()) return name;
+  }
+  return nullptr;
+}
+
+const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
+
+/// Writes that leave values alone.
+bool is_harmless(const std::string& operator_name) {
+  return operator_name == "aten::requires_grad_" || operator_name == "aten::retain_grad";
+}
+
+/// "unshard", "reshard", "pre_backward", "post_backward": what happens to a unit, for tests and traces.
+void tell(const Unit& unit, const char* kind) {
+  if (!is_observed()) return;
+  Event event{.kind = kind, .unit = unit.name(), .state = "unit"};
+  for (const auto& group : unit.groups()) event.bytes += static_cast<std::size_t>(group->whole_bytes());
+  event.group_size = static_cast<int>(unit.mesh().size());
+  announce(std::move(event));
+}
+
+/// The sum over all ranks of the mesh.
+double sum_over(const DeviceMesh& mesh, double value, at::Device device) {
+  const auto total = at::full({1}, value, at::TensorOptions(at::kDouble).device(device));
+  const LabelScope label({"FSDP's weights"});
+  for (const auto& group : mesh.get_all_groups()) all_reduce(total, group);
+  return total.item<double>();
+}
+
+}  // namespace
+
+bool is_plain_backward() {
+  return is_backward_running() && !at::GradMode::is_enabled();
+}
+
+void UnitTree::make(const UnitPtr& unit, const std::vector<UnitPtr>& below) {
+  const auto tree = std::make_shared<UnitTree>();
+  for (const auto& root : below) {
+    const auto before = root->tree_;
+    for (const auto& each : before->units_) {
+      const auto alive = each.lock();
+      if (!alive) continue;
+      alive->number_ = static_cast<int>(tree->units_.size());
+      alive->tree_ = tree;
+      tree->units_.push_back(alive);
+    }
+    root->parent_ = unit;
+    if (unit->groups_.empty()) root->kept_parent_ = unit;
+  }
+  unit->number_ = static_cast<int>(tree->units_.size());
+  unit->tree_ = tree;
+  tree->units_.push_back(unit);
+  if (below.empty()) return;
+  for_each_module(*unit->module(), [&](const std::string& name, const torch::nn::Module& module) {
+    const auto found = name.empty() ? nullptr : find_unit(module);
+    if (found && found->module().get() == &module) found->set_name(name);
+  });
+}
+
+UnitPtr UnitTree::unit_at(int number) const {
+  return number == TouchOrder::kNone ? nullptr : units_[static_cast<std::size_t>(number)].lock();
+}
+
+std::vector<UnitPtr> UnitTree::units() const {
+  std::vector<UnitPtr> alive;
+  for (const auto& each : units_) {
+    if (auto unit = each.lock()) alive.push_back(std::move(unit));
+  }
+  return alive;
+}
+
+std::vector<UnitPtr> UnitTree::below(const Unit& unit, bool recurse) const {
+  std::vector<UnitPtr> chosen;
+  for (auto& each : units()) {
+    if (each.get() == &unit || (recurse && each->is_inside(unit))) chosen.push_back(std::move(each));
+  }
+  return chosen;
+}
+
+void UnitTree::check_access(const Unit& unit, const OperatorCall& call, c10::ArrayRef<TouchedTensor> touched) const {
+  for (const auto& each : touched) {
+    if (!each.is_written || is_harmless(call.name())) continue;
+    for (const auto& group : unit.groups()) {
+      for (const auto& member : group->members()) {
+        for (const auto& handle : member.handles) {
+          TORCH_CHECK(storage_of(handle.tensor()) != storage_of(each.tensor), unit.who(), ": ", call.name(),
+                      " writes to parameter '", handle.name,
+                      "', which is whole only while it is used: the change would be lost. Change the ",
+                      "shard in parameters(), or open a summon_full_params() scope.");
+        }
+      }
+    }
+  }
+}
+
+void UnitTree::enter_pass() {
+  const bool has_thrown = pass_ == Pass::kBackward && backward_.expired();
+  if (has_thrown) forget_step();
+  if (is_backward_running()) return enter_backward();
+  if (pass_ == Pass::kNone) pass_ = Pass::kForward;
+}
+
+void UnitTree::enter_backward() {
+  if (pass_ == Pass::kBackward) return;
+  pass_ = Pass::kBackward;
+  current_ = TouchOrder::kNone;
+  auto order = forward_order_.order();
+  std::reverse(order.begin(), order.end());
+  backward_order_.expect(order);
+  turns_.clear();
+  for (const auto number : order) {
+    const auto unit = unit_at(number);
+    const bool waits = unit && unit->is_used_ && unit->settings_.reduce_scatter_unused_params;
+    if (waits && std::find(turns_.begin(), turns_.end(), number) == turns_.end()) turns_.push_back(number);
+  }
+  const auto token = std::make_shared<int>();
+  backward_ = token;
+  torch::autograd::Engine::get_default_engine().queue_callback([tree = weak_from_this(), token] {
+    if (const auto alive = tree.lock()) alive->end_backward();
+  });
+}
+
+void UnitTree::begin_operator(Unit& unit, const OperatorCall& call, c10::ArrayRef<TouchedTensor> touched) {
+  const std::lock_guard lock(mutex_);
+  const bool is_recorded = at::GradMode::is_enabled();
+  const at::NoGradGuard no_grad;
+  if (unit.is_summoned_) return;
+  check_access(unit, call, touched);
+  TORCH_CHECK(unit.module_count() == 1 || !unit.is_root(), unit.who(),
+              " is of several modules, which needs a root: ", "call fully_shard() for the module that holds them.");
+  enter_pass();
+  is_started_ = true;
+  order().touch(unit.number_);
+  if (std::exchange(current_, unit.number_) != unit.number_) {
+    free_others(unit);
+    if (pass_ == Pass::kBackward) tell(unit, "pre_backward");
+  }
+  check_unchanged(unit);
+  make_whole(unit);
+  if (is_recorded && pass_ == Pass::kForward) unit.is_used_ = true;
+  if (pass_ == Pass::kForward || unit.options_.backward_prefetch == BackwardPrefetch::BACKWARD_PRE) prefetch(unit);
+  ++unit.users_;  // only if nothing has thrown: else nobody tells of the operator's end
+}
+
+void UnitTree::end_operator(Unit& unit) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (unit.is_summoned_ || unit.users_ == 0) return;
+  if (--unit.users_ > 0 || !order().is_run_over()) return;
+  const auto next = unit_at(order().next());
+  if (next && (next.get() == &unit || next->is_inside(unit))) return;
+  if (may_free(unit)) free(unit);
+}
+
+void UnitTree::check_unchanged(Unit& unit) {
+  if (unit.memory_ == Unit::Memory::kSharded && !(pass_ == Pass::kBackward && unit.is_used_)) return;
+  const auto* name = changed_parameter(unit);
+  if (name == nullptr) return;
+  TORCH_CHECK(pass_ != Pass::kBackward || !unit.is_used_, unit.who(), ": the shard of parameter '", *name,
+              "' was changed between forward and backward, which needs the values of the forward. Step or load after ",
+              "the backward.");
+  // Whole since an earlier forward, and a step or a load came in between.
+  if (unit.memory_ == Unit::Memory::kGathering) make_whole(unit);
+  free(unit);
+}
+
+void UnitTree::make_whole(Unit& unit) {
+  if (unit.memory_ == Unit::Memory::kSharded) launch_gather(unit);
+  if (unit.memory_ == Unit::Memory::kGathering) {
+    unit.memory_ = Unit::Memory::kWhole;
+    whole_.push_back(unit.number_);
+    for (const auto& group : unit.groups_) group->finish_gather();
+    tell(unit, "unshard");
+  }
+}
+
+void UnitTree::launch_gather(Unit& unit) {
+  if (!is_order_known_ && is_debugging()) check_order(unit);
+  for (const auto& group : unit.groups_) group->launch_gather(pass_ == Pass::kBackward);
+  unit.memory_ = Unit::Memory::kGathering;
+}
+
+void UnitTree::check_order(const Unit& unit) const {
+  const auto group = unit.mesh_.get_group(unit.mesh_.ndim() - 1);
+  const LabelScope label({"the order of FSDP's units"});
+  const auto names = all_gather_object(unit.name_, group);
+  for (std::size_t rank = 0; rank < names.size(); ++rank) {
+    TORCH_CHECK(names[rank] == unit.name_, unit.who(), " is gathered here, and unit '", names[rank], "' on rank ", rank,
+                " of the group. All ranks run units in the same order.");
+  }
+}
+
+void UnitTree::free(Unit& unit) {
+  if (unit.memory_ != Unit::Memory::kWhole || unit.users_ > 0 || unit.is_summoned_) return;
+  const bool is_needed_again = pass_ == Pass::kForward && unit.is_used_;
+  for (const auto& group : unit.groups_) is_needed_again ? group->free_until_backward() : group->free();
+  unit.memory_ = Unit::Memory::kSharded;
+  std::erase(whole_, unit.number_);
+  tell(unit, "reshard");
+}
+
+bool UnitTree::may_free(const Unit& unit) const {
+  if (pass_ == Pass::kBackward) return unit.settings_.reshard_after_backward && unit.is_done_;
+  return unit.settings_.reshard_after_forward.value_or(!unit.is_root());
+}
+
+void UnitTree::free_others(const Unit& unit) {
+  for (const auto number : std::vector(whole_)) {
+    const auto other = unit_at(number);
+    if (!other || other.get() == &unit || unit.is_inside(*other)) continue;
+    if (may_free(*other)) free(*other);
+  }
+}
+
+void UnitTree::prefetch(const Unit& unit) {
+  const bool is_backward = pass_ == Pass::kBackward;
+  const auto gather = [&](const UnitPtr& next) {
+    if (!next || next->memory_ != Unit::Memory::kSharded || next->groups_.empty()) return;
+    if (is_backward && !next->settings_.unshard_in_backward) return;
+    launch_gather(*next);
+  };
+  const auto& chosen = is_backward ? unit.settings_.backward_prefetch : unit.settings_.forward_prefetch;
+  if (chosen) {
+    for (const auto& next : *chosen) gather(next.lock());
+    return;
+  }
+  if (!is_backward && !unit.options_.forward_prefetch) return;
+  if (unit.options_.limit_all_gathers) return gather(unit_at(order().next()));
+  for (const auto number : order().upcoming()) gather(unit_at(number));
+}
+
+void UnitTree::on_gradient(Unit& unit) {
+  const std::lock_guard lock(mutex_);
+  enter_pass();
+  ++unit.arrived_;
+  std::size_t trainable = 0;
+  std::size_t all = 0;
+  for (const auto& group : unit.groups_) {
+    all += group->handle_count();
+    trainable += group->trainable_count();
+  }
+  if (unit.arrived_ < trainable) return;
+  unit.is_done_ = true;
+  reduce_in_turn(unit);
+  // Frozen ones may be needed still, by what comes before them.
+  if (all == trainable && unit.settings_.reshard_after_backward) free(unit);
+  if (unit.options_.backward_prefetch == BackwardPrefetch::BACKWARD_POST) prefetch(unit);
+}
+
+void UnitTree::reduce_in_turn(Unit& unit) {
+  const auto turn = std::find(turns_.begin(), turns_.end(), unit.number_);
+  if (turn == turns_.end()) return reduce(unit);
+  while (!turns_.empty()) {
+    const auto next = unit_at(turns_.front());
+    if (next && !next->is_done_) return;
+    turns_.erase(turns_.begin());
+    if (next) reduce(*next);
+  }
+}
+
+void UnitTree::reduce(Unit& unit) {
+  unit.arrived_ = 0;
+  tell(unit, "post_backward");
+  if (!syncs(unit)) {
+    for (const auto& group : unit.groups_) group->gradients().keep(!is_weightless_);
+    return;
+  }
+  TORCH_CHECK(weight_so_far_ == 0, unit.who(), ": gradients of backward(loss, weight) under no_sync() wait to be ",
+              "averaged: end with backward(loss, weight) as well, not with loss.backward().");
+  const auto& settings = unit.settings_;
+  const ReductionSettings how{
+      .divisor = weight_of_all_ > 0 ? weight_of_all_ : settings.gradient_divide_factor,
+      .sums_replicas = settings.requires_all_reduce,
+      .sends_zeros = settings.reduce_scatter_unused_params,
+      .counts = !is_weightless_,
+      .on_reduced = settings.all_reduce_hook,
+  };
+  for (auto group = unit.groups_.rbegin(); group != unit.groups_.rend(); ++group) (*group)->gradients().launch(how);
+  reducing_.push_back(unit.shared_from_this());
+  finish_reductions(reductions_in_flight_);
+}
+
+void UnitTree::finish_reductions(std::size_t left) {
+  while (reducing_.size() > left) {
+    const auto unit = reducing_.front();
+    reducing_.erase(reducing_.begin());
+    for (const auto& group : unit->groups_) group->gradients().finish_scatter();
+    const auto before = std::exchange(replicating_, unit);
+    if (!before) continue;
+    for (const auto& group : before->groups_) group->gradients().finish_replicas();
+  }
+}
+
+void UnitTree::end_backward() {
+  const std::lock_guard lock(mutex_);
+  const at::NoGradGuard no_grad;
+  const auto all = units();
+  // Those with parameters that nothing used: what has arrived is reduced, in an order all ranks have.
+  for (const auto number : std::exchange(turns_, {})) {
+    if (const auto unit = unit_at(number)) reduce(*unit);
+  }
+  for (const auto& unit : all) {
+    bool is_left = unit->arrived_ > 0;
+    for (const auto& group : unit->groups_) is_left = is_left || (syncs(*unit) && group->gradients().has_kept());
+    if (is_left) reduce(*unit);
+  }
+  weight_of_all_ = 0;
+  is_weightless_ = false;
+  if (is_last_backward_) {
+    finish_reductions(0);
+    if (const auto last = std::exchange(replicating_, nullptr)) {
+      for (const auto& group : last->groups_) group->gradients().finish_replicas();
+    }
+    for (const auto& unit : all) {
+      for (const auto& group : unit->groups_) group->gradients().hand_out();
+    }
+  }
+  for (const auto& unit : all) {
+    // The next forward of an accumulation has the same values.
+    const bool is_kept_whole = !syncs(*unit) && !unit->settings_.reshard_after_forward.value_or(true);
+    rest(*unit, unit->settings_.reshard_after_backward && !is_kept_whole);
+  }
+  end_passes();
+}
+
+void UnitTree::rest(Unit& unit, bool is_freed) {
+  // What was gathered early, and not needed.
+  if (unit.memory_ == Unit::Memory::kGathering) make_whole(unit);
+  unit.is_used_ = false;
+  if (is_freed) free(unit);
+  unit.arrived_ = 0;
+  unit.is_done_ = false;
+}
+
+void UnitTree::end_passes() {
+  const bool is_changed = forward_order_.end_pass();
+  backward_order_.end_pass();
+  if (is_order_known_ && is_changed && is_debugging() && !std::exchange(has_warned_of_order_, true)) {
+    const auto root = units_.back().lock();
+    TORCH_WARN(root ? root->who() : "[lockstep/fsdp]", ": units ran in another order than in the step before. Results ",
+               "are right, but units are gathered late. Later changes are not told.");
+  }
+  is_order_known_ = true;
+  pass_ = Pass::kNone;
+  current_ = TouchOrder::kNone;
+}
+
+void UnitTree::forget_step() {
+  reducing_.clear();
+  replicating_.reset();
+  turns_.clear();
+  weight_so_far_ = 0;
+  weight_of_all_ = 0;
+  is_weightless_ = false;
+  for (const auto& unit : units()) {
+    unit->users_ = 0;
+    for (const auto& group : unit->groups_) group->gradients().drop();
+    rest(*unit, /*is_freed=*/true);
+  }
+  end_passes();
+}
+
+void UnitTree::reset() {
+  const std::lock_guard lock(mutex_);
+  forget_step();
+}
+
+bool UnitTree::is_idle() const {
+  const std::lock_guard lock(mutex_);
+  return !is_backward_running();
+}
+
+void UnitTree::unshard(Unit& unit, bool is_async) {
+  const std::lock_guard lock(mutex_);
+  if (unit.groups_.empty()) return;
+  if (unit.memory_ == Unit::Memory::kSharded) launch_gather(unit);
+  if (!is_async) make_whole(unit);
+}
+
+void UnitTree::reshard(Unit& unit) {
+  const std::lock_guard lock(mutex_);
+  if (unit.memory_ == Unit::Memory::kGathering) make_whole(unit);
+  free(unit);
+}
+
+void UnitTree::begin_no_sync() {
+  const std::lock_guard lock(mutex_);
+  ++no_syncs_;
+}
+
+void UnitTree::end_no_sync() {
+  const std::lock_guard lock(mutex_);
+  --no_syncs_;
+}
+
+void UnitTree::set_is_last_backward(bool is_last) {
+  const std::lock_guard lock(mutex_);
+  is_last_backward_ = is_last;
+}
+
+void UnitTree::set_reductions_in_flight(std::size_t count) {
+  const std::lock_guard lock(mutex_);
+  reductions_in_flight_ = count;
+}
+
+bool UnitTree::has_kept() {
+  bool is_found = false;
+  for (const auto& unit : units()) {
+    for (const auto& group : unit->groups_) {
+      group->gradients().forget_zeroed();
+      is_found = is_found || group->gradients().has_kept();
+    }
+  }
+  return is_found;
+}
+
+void UnitTree::backward(const at::Tensor& loss, double weight) {
+  const auto root = units_.back().lock();
+  TORCH_CHECK(root, "[lockstep/fsdp] the root is gone");
+  TORCH_CHECK(weight >= 0 && std::isfinite(weight), root->who(), ": a weight of ", weight,
+              " was given: it cannot be negative and must be finite.");
+  {
+    const std::lock_guard lock(mutex_);
+    if (!has_kept()) weight_so_far_ = 0;
+    is_weightless_ = weight == 0;
+    const auto weights = weight_so_far_ + weight;
+    if (!syncs(*root)) {
+      weight_so_far_ = weights;
+    } else {
+      weight_so_far_ = 0;
+      weight_of_all_ = sum_over(root->mesh_, weights, loss.device());
+      TORCH_CHECK(weight_of_all_ > 0, root->who(), ": the weights of all ranks are zero: there is nothing to average.");
+    }
+  }
+  try {
+    (loss * weight).backward();
+  } catch (...) {
+    reset();
+    throw;
+  }
+}
+
+void UnitTree::summon(Unit& unit) {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(!is_backward_running() && unit.users_ == 0, unit.who(),
+              ": summon_full_params() inside of forward or backward. Open it between steps.");
+  TORCH_CHECK(!unit.options_.mp_policy.param_dtype, unit.who(), ": summon_full_params() would show parameters in ",
+              *unit.options_.mp_policy.param_dtype, " and lose what that cannot hold. Change the shards in ",
+              "parameters() instead.");
+  TORCH_CHECK(!unit.is_summoned_, unit.who(), ": summon_full_params() inside of another one. One scope is enough.");
+  if (unit.memory_ != Unit::Memory::kSharded) {
+    make_whole(unit);
+    if (changed_parameter(unit) != nullptr) free(unit);
+  }
+  make_whole(unit);
+  unit.is_summoned_ = true;
+}
+
+void UnitTree::end_summon(Unit& unit, bool writeback) {
+  const std::lock_guard lock(mutex_);
+  unit.is_summoned_ = false;
+  if (writeback) {
+    for (const auto& group : unit.groups_) group->write_back();
+  }
+  free(unit);
+}
+
+}  // namespace lockstep::detail
