@@ -13,6 +13,9 @@ struct CallLabel {
   const char* text = nullptr;
   /// Shown behind the text; negative: not shown.
   int index = -1;
+  /// All ranks must give the same: two that differ are a mismatch on backends that compare calls. Where calls for
+  /// different things look alike.
+  bool is_compared = false;
 
   bool empty() const { return text == nullptr; }
   /// "DDP bucket 3"; empty without a text.

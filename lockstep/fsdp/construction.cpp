@@ -1,14 +1,8 @@
 #include "lockstep/fsdp/construction.h"
 
-#include <ATen/ops/empty_like.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 #include <torch/nn/module.h>
-#include <torch/nn/modules/batchnorm.h>
-#include <torch/nn/modules/conv.h>
-#include <torch/nn/modules/embedding.h>
-#include <torch/nn/modules/linear.h>
-#include <torch/nn/modules/normalization.h>
 
 #include <algorithm>
 #include <map>
@@ -84,45 +78,26 @@ void for_each_state(const Below& below, const FullyShardOptions& options, const 
   }
 }
 
-template <class... Layers>
-bool reset_one_of(torch::nn::Module& module) {
-  const auto reset = [](auto* layer) {
-    if (layer != nullptr) layer->reset_parameters();
-    return layer != nullptr;
-  };
-  return (reset(dynamic_cast<Layers*>(&module)) || ...);
-}
-
-/// Modules with parameters on the meta device that no deferred_init knows how to fill.
-void fill_meta(const Below& below, const FullyShardOptions& options, at::Device device) {
-  using namespace torch::nn;
-  std::vector<Module*> to_fill;
-  for_each_state(below, options, [&](const std::string&, const at::Tensor& tensor, bool) {
-    if (is_deferred(tensor)) materialize_tensor(tensor);
-  });
+/// Gives memory to what has none: as it was built in deferred_init(), or as param_init_fn says.
+void fill_unmaterialised(const Below& below, const FullyShardOptions& options, at::Device device) {
   for (const auto& [name, module] : below.modules) {
-    bool is_meta = false;
+    bool is_filled = true;
     for (const auto& list : {module->named_parameters(false), module->named_buffers(false)}) {
       for (const auto& item : list) {
         if (!item.value().defined() || !item.value().is_meta()) continue;
-        is_meta = true;
-        item.value().set_data(at::empty_like(item.value(), item.value().options().device(device)));
+        if (is_deferred(item.value())) {
+          materialize_tensor(item.value());
+          is_filled = is_filled && !options.param_init_fn;
+        } else {
+          materialize_empty(item.value(), device);
+          is_filled = false;
+        }
       }
     }
-    if (is_meta) to_fill.push_back(module);
-  }
-  for (auto* module : to_fill) {
-    if (options.param_init_fn) {
-      options.param_init_fn(*module);
-      continue;
-    }
-    const at::NoGradGuard no_grad;
-    TORCH_CHECK(
-        (reset_one_of<LinearImpl, BilinearImpl, EmbeddingImpl, EmbeddingBagImpl, Conv1dImpl, Conv2dImpl, Conv3dImpl,
-                      ConvTranspose1dImpl, ConvTranspose2dImpl, ConvTranspose3dImpl, BatchNorm1dImpl, BatchNorm2dImpl,
-                      BatchNorm3dImpl, LayerNormImpl, GroupNormImpl>(*module)),
-        "[lockstep/fsdp] ", module->name(), " has parameters on the meta device, and nothing says how to fill ",
-        "them. Build it in deferred_init(), or give a param_init_fn.");
+    if (is_filled) continue;
+    TORCH_CHECK(options.param_init_fn, "[lockstep/fsdp] ", module->name(), " has parameters on the meta device, and ",
+                "nothing says how to fill them. Build it in deferred_init(), or give a param_init_fn.");
+    options.param_init_fn(*module);
   }
 }
 
@@ -272,7 +247,7 @@ Below below(const std::vector<std::shared_ptr<torch::nn::Module>>& modules, cons
 
 void prepare(const Below& below, const FullyShardOptions& options) {
   const auto device = device_of(options);
-  fill_meta(below, options, device);
+  fill_unmaterialised(below, options, device);
   for_each_state(below, options, [&](const std::string& name, const at::Tensor& tensor, bool is_buffer) {
     place(tensor, device, name);
     const auto dtype = options.mp_policy.buffer_dtype;

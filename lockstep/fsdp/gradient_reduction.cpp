@@ -57,7 +57,7 @@ GradientReduction::GradientReduction(std::vector<Member>& members, GroupPtr grou
 
 void GradientReduction::set_unit_name(const std::string& name) {
   unit_ = name;
-  label_ = CallLabel{interned(str("gradients of FSDP unit '", name, "'"))};
+  label_ = CallLabel{.text = interned(str("gradients of FSDP unit '", name, "'")), .is_compared = true};
 }
 
 std::string GradientReduction::who() const {

@@ -20,6 +20,9 @@ class Module;
 
 namespace lockstep {
 
+/// BatchNorm of any number of dims.
+bool is_batch_norm(const torch::nn::Module& module);
+
 /// In which dtypes a unit gathers, computes and reduces. Shards, optimizer and state dicts keep theirs. Only floating
 /// point parameters are cast.
 struct MixedPrecisionPolicy {
@@ -34,6 +37,8 @@ struct MixedPrecisionPolicy {
   std::optional<at::ScalarType> buffer_dtype = std::nullopt;
   /// Shards get their gradients in reduce_dtype.
   bool keep_low_precision_grads = false;
+  /// Modules that shard_by_policy() makes units in float32, because their statistics need it.
+  std::function<bool(const torch::nn::Module& module)> is_full_precision_module = is_batch_norm;
 };
 
 /// Whether parameters are freed between forward and backward, or over how many ranks they stay cut meanwhile: a number
@@ -97,8 +102,8 @@ struct FullyShardOptions {
   bool use_orig_params = true;
   /// Rank 0's parameters and buffers are sent to all before they are cut.
   bool sync_module_states = false;
-  /// Fills modules whose parameters are on the meta device and were not deferred. Unset: libtorch's own layers reset
-  /// themselves, others are refused.
+  /// Fills modules with parameters or buffers of their own that have no memory yet: on the meta device, or deferred.
+  /// Unset: deferred ones get the values they were built with, others are refused.
   std::function<void(torch::nn::Module& module)> param_init_fn = nullptr;
   /// Where parameters and buffers go first. Unset: to the mesh's kind of device.
   std::optional<at::Device> device_id = std::nullopt;

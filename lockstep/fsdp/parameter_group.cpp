@@ -105,7 +105,7 @@ ParameterGroup::ParameterGroup(const std::vector<WholeParameter>& parameters, co
 }
 
 void ParameterGroup::set_unit_name(const std::string& name) {
-  gather_label_ = CallLabel{interned(str("gather of FSDP unit '", name, "'"))};
+  gather_label_ = CallLabel{.text = interned(str("gather of FSDP unit '", name, "'")), .is_compared = true};
   gradients_.set_unit_name(name);
 }
 

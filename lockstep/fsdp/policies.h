@@ -17,6 +17,7 @@ namespace lockstep {
 /// Looked at from the leaves to the root; a module that is used twice is looked at once.
 struct PolicyQuestion {
   const torch::nn::Module& module;
+  const torch::nn::Module* parent = nullptr;
   std::string name;                // dotted
   int64_t unwrapped_elements = 0;  // of parameters below it that are in no unit yet
 };
@@ -45,12 +46,41 @@ WrapPolicy module_wrap_policy() {
 WrapPolicy size_based_wrap_policy(int64_t min_num_params = 100'000'000);
 
 /// fully_shard() of all modules below `root` that the policy picks, then of `root` itself. Containers that only hold
-/// modules, and modules that are units already, are passed over. Collective as fully_shard() is.
+/// modules, and ignored modules, are passed over; a module that is a unit already is refused. With a low precision,
+/// modules that need a high one become units of their own (MixedPrecisionPolicy::is_full_precision_module). A hybrid
+/// strategy without a mesh shards within hosts. Collective as fully_shard() is.
 FsdpUnit shard_by_policy(torch::nn::Module& root, const WrapPolicy& policy, const FullyShardOptions& options = {});
 template <class Holder>
   requires requires(Holder& holder) { *holder; }
 FsdpUnit shard_by_policy(Holder root, const WrapPolicy& policy, const FullyShardOptions& options = {}) {
   return shard_by_policy(*root, policy, options);
+}
+
+/// While it lives, wrap() on this thread makes units, with these options. Not inside of another one.
+///
+///   const lockstep::EnableWrap scope({.mesh = mesh});
+///   layer = register_module("layer", lockstep::wrap(torch::nn::Linear(8, 8)));
+class EnableWrap {
+ public:
+  explicit EnableWrap(FullyShardOptions options = {});
+  ~EnableWrap();
+  EnableWrap(const EnableWrap&) = delete;
+  EnableWrap& operator=(const EnableWrap&) = delete;
+
+ private:
+  const FullyShardOptions options_;
+};
+
+namespace detail {
+void wrap_module(torch::nn::Module& module, const std::optional<FullyShardOptions>& options);
+}
+
+/// fully_shard() of a module inside of an EnableWrap scope, with the scope's options or its own; nothing outside of
+/// one.
+template <class Holder>
+Holder wrap(Holder module, const std::optional<FullyShardOptions>& options = std::nullopt) {
+  detail::wrap_module(*module, options);
+  return module;
 }
 
 }  // namespace lockstep

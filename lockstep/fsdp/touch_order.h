@@ -21,6 +21,8 @@ class TouchOrder {
   bool is_run_over() const;
   /// The unit that was touched after this run the last time; kNone if that is not known.
   Unit next() const;
+  /// The unit a pass began with the last time; kNone if that is not known.
+  Unit first() const { return expected_.empty() ? kNone : expected_.front().unit; }
   /// All units behind this run as it was the last time, in that order; none if that is not known.
   std::vector<Unit> upcoming() const;
   /// The pass is over: the next one begins anew, and expects this order. True if it was another one than expected.

@@ -237,7 +237,9 @@ void UnitTree::free(Unit& unit) {
 
 bool UnitTree::may_free(const Unit& unit) const {
   if (pass_ == Pass::kBackward) return unit.settings_.reshard_after_backward && unit.is_done_;
-  return unit.settings_.reshard_after_forward.value_or(!unit.is_root());
+  const bool is_next_in_backward = unit.is_used_ && order().next() == TouchOrder::kNone && order().is_run_over() &&
+                                   backward_order_.first() == unit.number_;
+  return unit.settings_.reshard_after_forward.value_or(!unit.is_root() && !is_next_in_backward);
 }
 
 void UnitTree::free_others(const Unit& unit) {
@@ -353,7 +355,7 @@ void UnitTree::end_backward() {
   }
   for (const auto& unit : all) {
     // The next forward of an accumulation has the same values.
-    const bool is_kept_whole = !syncs(*unit) && !unit->settings_.reshard_after_forward.value_or(true);
+    const bool is_kept_whole = !syncs(*unit) && unit->settings_.reshard_after_forward == false;
     rest(*unit, unit->settings_.reshard_after_backward && !is_kept_whole);
   }
   end_passes();

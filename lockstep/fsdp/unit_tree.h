@@ -63,6 +63,7 @@ class UnitTree : public std::enable_shared_from_this<UnitTree> {
  private:
   enum class Pass { kNone, kForward, kBackward };
 
+  const TouchOrder& order() const { return pass_ == Pass::kBackward ? backward_order_ : forward_order_; }
   TouchOrder& order() { return pass_ == Pass::kBackward ? backward_order_ : forward_order_; }
   void check_access(const Unit& unit, const OperatorCall& call, c10::ArrayRef<TouchedTensor> touched) const;
   /// Tells forward from backward, and ends what a throw has left.

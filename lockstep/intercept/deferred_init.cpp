@@ -1,5 +1,7 @@
 #include "lockstep/intercept/deferred_init.h"
 
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
@@ -10,6 +12,7 @@
 #include "lockstep/intercept/recording.h"
 #include "lockstep/intercept/scope_frame.h"
 #include "lockstep/intercept/shape_run.h"
+#include "lockstep/intercept/tensor_access.h"
 
 namespace lockstep {
 namespace {
@@ -93,6 +96,14 @@ bool is_deferred(const at::Tensor& tensor) {
 
 void materialize_tensor(const at::Tensor& tensor) {
   materialize({tensor});
+}
+
+void materialize_empty(const at::Tensor& tensor, at::Device device) {
+  TORCH_CHECK(tensor.is_meta() && !is_deferred(tensor), "[lockstep/intercept] materialize_empty: a tensor on ",
+              tensor.device(), " has memory already, or a value that materialize_tensor() gives it.");
+  const c10::InferenceMode mode(tensor.is_inference());
+  const auto memory = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(device));
+  detail::TensorAccess::adopt(*tensor.unsafeGetTensorImpl(), *memory.unsafeGetTensorImpl());
 }
 
 void materialize_module(const torch::nn::Module& module, MaterializeOptions options) {

@@ -54,6 +54,10 @@ bool is_deferred(const at::Tensor& tensor);
 /// memory. Does nothing if it has memory. Local.
 void materialize_tensor(const at::Tensor& tensor);
 
+/// Gives `tensor`, which is on the meta device and not deferred, memory on `device`, in place; its values are not set.
+/// Local.
+void materialize_empty(const at::Tensor& tensor, at::Device device);
+
 struct MaterializeOptions {
   bool recurse = true;  // or only what the module itself registers
 };

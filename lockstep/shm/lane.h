@@ -40,6 +40,7 @@ struct alignas(64) Header {
   double factor = 1;  // of a premultiplied sum
   std::int32_t label_index = -1;
   std::uint8_t label_bytes = 0;  // of the label's text, which follows the header
+  bool is_label_compared = false;
 };
 static_assert(sizeof(Header) == 64);
 // Room for that text; longer ones are cut.

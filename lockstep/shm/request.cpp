@@ -37,10 +37,21 @@ std::string label_suffix(std::string_view text, int index) {
 }
 
 /// Of another rank's call as well.
+std::string_view label_in(const std::byte* slot) {
+  const auto& header = *reinterpret_cast<const Header*>(slot);
+  return {reinterpret_cast<const char*>(slot + sizeof(Header)), header.label_bytes};
+}
+
 std::string describe_slot(const std::byte* slot) {
   const auto& header = *reinterpret_cast<const Header*>(slot);
-  const std::string_view text(reinterpret_cast<const char*>(slot + sizeof(Header)), header.label_bytes);
-  return describe(header) + label_suffix(text, header.label_index);
+  return describe(header) + label_suffix(label_in(slot), header.label_index);
+}
+
+bool have_same_purpose(const std::byte* one, const std::byte* other) {
+  const auto& first = *reinterpret_cast<const Header*>(one);
+  const auto& second = *reinterpret_cast<const Header*>(other);
+  if (!first.is_label_compared && !second.is_label_compared) return true;
+  return label_in(one) == label_in(other) && first.label_index == second.label_index;
 }
 
 /// Hash (FNV) of the span lengths of what must be alike: everything, except that a rank may give one tensor of another
@@ -134,6 +145,7 @@ void write_header(const Request& request, const Shape& shape, const Team& team, 
   header.sequence = sequence;
   if (request.label != nullptr) {
     header.label_index = request.label_index;
+    header.is_label_compared = request.is_label_compared;
     header.label_bytes = static_cast<std::uint8_t>(::strnlen(request.label, kLabelBytes));
     std::memcpy(slot + sizeof(Header), request.label, header.label_bytes);
   }
@@ -173,6 +185,9 @@ void check_headers(const Request& request, const Shape& shape, const Team& team,
     const auto& theirs = header_in(team.slot(rank, step));
     if (const char* difference = find_difference(mine, theirs, shape)) {
       throw MismatchError(both(team.rank(), rank, str("ranks disagree on ", difference)));
+    }
+    if (!have_same_purpose(team.slot(team.rank(), step), team.slot(rank, step))) {
+      throw MismatchError(both(team.rank(), rank, "ranks disagree on what the call is for"));
     }
   }
   if (!shape.has_sizes) return;

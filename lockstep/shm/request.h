@@ -61,6 +61,7 @@ struct Request {
   /// What the call is for, shown in messages of all ranks: "DDP bucket" and 3. Null: nothing is shown.
   const char* label = nullptr;
   int label_index = -1;  // negative: not shown
+  bool is_label_compared = false;
   /// All streams one after the other, each of the same number of spans.
   Stream gives = {};
   Stream gets = {};

@@ -98,6 +98,7 @@ void ShmWork::perform(bool is_background) {
                        .factor = call_.factor,
                        .label = call_.label.text,
                        .label_index = call_.label.index,
+                       .is_label_compared = call_.label.is_compared,
                        .gives = spans.gives(),
                        .gets = spans.gets(),
                        .timeout = call_.timeout};

@@ -209,6 +209,8 @@ std::optional<std::string> find_mismatch(const Call& one, const Call& other) {
   if (is_reduction(one.kind) && one.op != other.op) return "reductions";
   if (has_root(one.kind) && one.root != other.root) return "roots";
   if (dtype_of(one) != dtype_of(other)) return "dtypes";
+  const bool is_compared = one.label.is_compared || other.label.is_compared;
+  if (is_compared && one.label.str() != other.label.str()) return "purposes";
   if ((has_equal_inputs(one.kind) || one.kind == CallKind::kAllGather) && one.inputs.size() != other.inputs.size()) {
     return "numbers of tensors";
   }

@@ -1,7 +1,7 @@
 // How parameters are cut and gathered: dims, meshes, flat parameters, several modules, strategies, other dtypes.
 #include <torch/nn/modules/container/sequential.h>
 
-#include "lockstep/fsdp/policies.h"
+#include "lockstep/intercept/deferred_init.h"
 #include "tests/support/fsdp_models.h"
 
 namespace lockstep::fsdp_placement_test {
@@ -17,9 +17,12 @@ void train(auto& model, SGD& optimizer, const World& world, int steps = 3) {
   }
 }
 
+std::shared_ptr<torch::nn::SequentialImpl> unseeded_square() {
+  return torch::nn::Sequential(torch::nn::Linear(8, 4), torch::nn::Tanh(), torch::nn::Linear(4, 8)).ptr();
+}
+
 std::shared_ptr<torch::nn::SequentialImpl> square() {
-  return built_from_seed(
-      [] { return torch::nn::Sequential(torch::nn::Linear(8, 4), torch::nn::Tanh(), torch::nn::Linear(4, 8)).ptr(); });
+  return built_from_seed([] { return unseeded_square(); });
 }
 
 at::Tensor input_of(const World& world, int step, int64_t width = 8) {
@@ -343,33 +346,33 @@ TEST(FsdpPlacement, CastsFloatingBuffersOnly) {
   });
 }
 
+struct OnMetaImpl : torch::nn::Module {
+  OnMetaImpl() : weight(register_parameter("weight", at::ones({5}, at::kMeta))) {}
+  at::Tensor weight;
+};
+
 // FSDP-21
-TEST(FsdpPlacement, FillsWhatIsOnTheMetaDevice) {
+TEST(FsdpPlacement, FillsWhatHasNoMemory) {
   testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
-    auto model = square();
-    model->to(at::kMeta);
     std::vector<std::string> filled;
-    auto root = fully_shard(*model, {.mesh = mesh_of(world), .param_init_fn = [&](torch::nn::Module& module) {
-                                       filled.push_back(module.name());
-                                       const at::NoGradGuard no_grad;
-                                       for (const auto& parameter : module.parameters(false)) parameter.fill_(2);
-                                     }});
-    EXPECT_EQ(filled.size(), 2u);
-    {
-      const auto guard = root.summon_full_params();
-      EXPECT_TRUE(model->ptr(0)->as<torch::nn::LinearImpl>()->weight.eq(2).all().item<bool>());
-    }
-    // libtorch's own layers know how; others have to be told.
-    auto by_themselves = square();
-    by_themselves->to(at::kMeta);
-    fully_shard(*by_themselves, {.mesh = mesh_of(world), .sync_module_states = true});
-    EXPECT_GT(by_themselves->parameters()[0].abs().sum().item<double>(), 0);
-    struct OwnImpl : torch::nn::Module {
-      OwnImpl() : weight(register_parameter("weight", at::ones({4}, at::kMeta))) {}
-      at::Tensor weight;
+    const auto fill = [&](torch::nn::Module& module) {
+      filled.push_back(module.name());
+      const at::NoGradGuard no_grad;
+      for (const auto& parameter : module.parameters(false)) parameter.fill_(2);
     };
-    expect_error([&] { fully_shard(*std::make_shared<OwnImpl>(), {.mesh = mesh_of(world)}); },
-                 {"OwnImpl", "give a param_init_fn"});
+    const auto on_meta = std::make_shared<OnMetaImpl>();
+    auto root = fully_shard(*on_meta, {.mesh = mesh_of(world), .param_init_fn = fill});
+    EXPECT_EQ((on_meta->weight * 3).sum().item<double>(), 30);
+    // Built without memory: each module of its own, not those that are units already.
+    const auto deferred = built_from_seed([] { return deferred_init([] { return unseeded_square(); }); });
+    fully_shard(*deferred->ptr(0), {.mesh = mesh_of(world)});
+    filled.clear();
+    const auto unit = fully_shard(*deferred, {.mesh = mesh_of(world), .param_init_fn = fill});
+    EXPECT_EQ(filled.size(), 1u);
+    EXPECT_TRUE(deferred->parameters()[2].eq(2).all().item<bool>());
+    EXPECT_FALSE(deferred->parameters()[0].eq(2).any().item<bool>());
+    expect_error([&] { fully_shard(*std::make_shared<OnMetaImpl>(), {.mesh = mesh_of(world)}); },
+                 {"OnMetaImpl", "give a param_init_fn"});
   });
 }
 
