@@ -1,0 +1,162 @@
+// The order in which units gather, compute and reduce, as tables. Another order may be as right, but should be meant.
+//
+// f: a unit's forward begins; g: its gather is launched; |: backward begins; b: the gradient of its output is there;
+// r: its reduction is launched. Units are 1 to 3, the root is 0. The input needs no gradient, so backward does not need
+// the parameters of the unit that is called first, and from the second step on it is known that it does not.
+#include "lockstep/base/observer.h"
+#include "lockstep/base/str.h"
+#include "lockstep/testing/fsdp/test_model.h"
+#include "lockstep/testing/recorder.h"
+#include "lockstep/testing/seeds.h"
+
+namespace lockstep::fsdp_order_test {
+
+using testing::Recorder;
+
+void mark(const std::string& kind, const std::string& unit) {
+  announce({.kind = kind, .unit = unit, .state = "launch"});
+}
+
+/// Tells when its forward begins, and when the gradient of its output is there. Each unit has a type of its own.
+template <int kNumber>
+struct LayerImpl : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& input) {
+    const std::string name = "unit" + std::to_string(kNumber);
+    mark("forward", name);
+    auto output = at::tanh(linear->forward(input));
+    if (output.requires_grad()) {
+      output.register_hook([name](const at::Tensor&) { mark("backward", name); });
+    }
+    return output;
+  }
+  torch::nn::Linear linear = register_module("linear", torch::nn::Linear(4, 4));
+};
+using Unit1Impl = LayerImpl<1>;
+using Unit2Impl = LayerImpl<2>;
+using Unit3Impl = LayerImpl<3>;
+
+/// Three units, and a layer of the root behind them.
+struct NetImpl : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& input, const std::vector<int>& path = {1, 2, 3}) {
+    auto hidden = input;
+    for (const int unit : path) {
+      hidden = unit == 1 ? unit1->forward(hidden) : unit == 2 ? unit2->forward(hidden) : unit3->forward(hidden);
+    }
+    mark("forward", "root");
+    return head->forward(hidden);
+  }
+  std::shared_ptr<Unit1Impl> unit1 = register_module("unit1", std::make_shared<Unit1Impl>());
+  std::shared_ptr<Unit2Impl> unit2 = register_module("unit2", std::make_shared<Unit2Impl>());
+  std::shared_ptr<Unit3Impl> unit3 = register_module("unit3", std::make_shared<Unit3Impl>());
+  torch::nn::Linear head = register_module("head", torch::nn::Linear(4, 2));
+};
+TORCH_MODULE(Net);
+
+enum class Kind { kTrain, kNoSync, kEvaluate };
+
+struct Step {
+  std::string expected;
+  std::vector<int> path = {1, 2, 3};
+  Kind kind = Kind::kTrain;
+};
+
+struct Row {
+  std::string what;
+  std::optional<bool> reshard_after_forward = std::nullopt;
+  std::vector<Step> steps;
+};
+
+const std::string kFirst = "f1 g1 f2 g2 f3 g3 f0 g0 | g3 r0 b3 g2 r3 b2 g1 r2 b1 r1";
+const std::string kLater = "f1 g1 g2 f2 g3 f3 g0 f0 | g3 r0 b3 g2 r3 b2 r2 b1 r1";
+
+const std::vector<Row>& table() {
+  static const std::vector<Row> rows = {
+      {"the next unit is gathered while one computes, in forward from the second step on",
+       std::nullopt,
+       {{kFirst}, {kLater}, {kLater}}},
+      {"reshard_after_forward: the root too, once it is known to be the last",
+       true,
+       {{kFirst}, {"f1 g1 g2 f2 g3 f3 g0 f0 | g0 g3 r0 b3 g2 r3 b2 r2 b1 r1"}}},
+      {"no reshard_after_forward: backward gathers nothing",
+       false,
+       {{"f1 g1 f2 g2 f3 g3 f0 g0 | r0 b3 r3 b2 r2 b1 r1"}, {"f1 g1 g2 f2 g3 f3 g0 f0 | r0 b3 r3 b2 r2 b1 r1"}}},
+      {"no_sync: nothing is reduced until the step after it",
+       std::nullopt,
+       {{kFirst}, {"f1 g1 g2 f2 g3 f3 g0 f0 | g3 b3 g2 b2 b1", {1, 2, 3}, Kind::kNoSync}, {kLater}}},
+      {"a unit that is called twice is gathered twice and reduced once",
+       std::nullopt,
+       {{"f1 g1 f2 g2 f1 g1 f3 g3 f0 g0 | g3 r0 b3 g1 r3 b1 g2 b2 r2 b1 r1", {1, 2, 1, 3}},
+        {"f1 g1 g2 f2 g1 f1 g3 f3 g0 f0 | g3 r0 b3 g1 r3 b1 g2 b2 r2 b1 r1", {1, 2, 1, 3}}}},
+      {"a unit nobody uses does nothing",
+       std::nullopt,
+       {{"f1 g1 f3 g3 f0 g0 | g3 r0 b3 g1 r3 b1 r1", {1, 3}}, {"f1 g1 g3 f3 g0 f0 | g3 r0 b3 r3 b1 r1", {1, 3}}}},
+      {"another path than the last step's costs gathers",
+       std::nullopt,
+       {{kFirst},
+        {"f1 g1 g2 f3 g3 f0 g0 | g3 r0 b3 r3 b1 r1", {1, 3}},
+        {"f1 g1 g3 f2 g2 f3 f0 g0 | g3 r0 b3 r3 b2 g2 r2 b1 r1"}}},
+      {"evaluation: the root stays whole",
+       std::nullopt,
+       {{kFirst},
+        {"f1 g1 g2 f2 g3 f3 g0 f0", {1, 2, 3}, Kind::kEvaluate},
+        {"f1 g1 g2 f2 g3 f3 f0", {1, 2, 3}, Kind::kEvaluate}}},
+  };
+  return rows;
+}
+
+FsdpUnit shard(NetImpl& net, const FullyShardOptions& options) {
+  fully_shard(*net.unit1, options);
+  fully_shard(*net.unit2, options);
+  fully_shard(*net.unit3, options);
+  return fully_shard(net, options);
+}
+
+void run(Net& net, FsdpUnit& root, const Step& step) {
+  const at::AutoGradMode grad_mode(step.kind != Kind::kEvaluate);
+  const std::unique_ptr<FsdpNoSync> no_sync(step.kind == Kind::kNoSync ? new FsdpNoSync(root.no_sync()) : nullptr);
+  const auto loss = net->forward(at::ones({2, 4}), step.path).sum();
+  if (step.kind == Kind::kEvaluate) return;
+  mark("|", "");
+  loss.backward();
+}
+
+/// "1" of "unit1", and of labels that hold the unit's name or type.
+std::string digit_of(const std::string& unit) {
+  for (const auto* digit : {"1", "2", "3"}) {
+    for (const auto* before : {"unit", "LayerImpl<"}) {
+      if (unit.find(std::string(before) + digit) != std::string::npos) return digit;
+    }
+  }
+  return "0";
+}
+
+std::string letters_of(const std::vector<Event>& events) {
+  std::vector<std::string> letters;
+  for (const auto& event : events) {
+    const auto digit = digit_of(event.unit);
+    if (event.kind == "|") {
+      letters.emplace_back("|");
+    } else if (event.kind.starts_with("all_gather")) {
+      letters.push_back("g" + digit);
+    } else {
+      letters.push_back(event.kind.substr(0, 1) + digit);
+    }
+  }
+  return join(letters, " ");
+}
+
+// TEST-58, FSDP-25, FSDP-26, FSDP-29, FSDP-62
+LOCKSTEP_THREAD_TEST(FsdpOrder, IsAsInTheTable, 2) {
+  for (const auto& row : table()) {
+    SCOPED_TRACE(row.what);
+    auto net = testing::build_deterministically_as([] { return Net(); });
+    auto root = shard(*net, testing::with_mesh({.reshard_after_forward = row.reshard_after_forward}, world.group()));
+    for (const auto& step : row.steps) {
+      const Recorder recorder;
+      run(net, root, step);
+      EXPECT_EQ(letters_of(recorder.events("launch")), step.expected);
+    }
+  }
+}
+
+}  // namespace lockstep::fsdp_order_test
