@@ -1,0 +1,70 @@
+#include "lockstep/testing/fsdp/tree_model.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/tanh.h>
+
+#include <string>
+
+namespace lockstep::testing::detail {
+
+TreeModule::TreeModule(const TreeNode& node) : node_(node) {
+  const bool is_mlp = node.kind == TreeNode::Kind::kMlp;
+  const auto width = is_mlp ? 3 * kWidth : kWidth;
+  if (is_mlp || node.kind == TreeNode::Kind::kLinear) {
+    first_ = register_module("first", torch::nn::Linear(kWidth, width));
+  }
+  if (is_mlp) second_ = register_module("second", torch::nn::Linear(width, kWidth));
+  if (node.kind == TreeNode::Kind::kNorm) {
+    norm_ = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({kWidth})));
+  }
+  for (const auto& parameter : parameters()) parameter.set_requires_grad(!node.is_frozen);
+  for (const auto& child : node.children) {
+    children_.push_back(register_module(std::to_string(children_.size()), std::make_shared<TreeModule>(child)));
+  }
+}
+
+at::Tensor TreeModule::through_children(at::Tensor value) {
+  for (const auto& child : children_) value = child->forward(value);
+  return value;
+}
+
+at::Tensor TreeModule::forward(const at::Tensor& input) {
+  switch (node_.kind) {
+    case TreeNode::Kind::kLinear:
+      return at::tanh(first_->forward(input));
+    case TreeNode::Kind::kNorm:
+      return norm_->forward(input);
+    case TreeNode::Kind::kMlp:
+      return second_->forward(at::tanh(first_->forward(input)));
+    case TreeNode::Kind::kChain:
+      return through_children(input);
+    case TreeNode::Kind::kResidual:
+      return input + through_children(input);
+    case TreeNode::Kind::kTwice:
+      return through_children(through_children(input));
+    case TreeNode::Kind::kIdle:
+      return input;
+  }
+  return input;
+}
+
+void TreeModule::shard(const FullyShardOptions& options) {
+  for (const auto& child : children_) child->shard(options);
+  if (!node_.is_unit) return;
+  auto own = options;
+  own.reshard_after_forward = node_.reshard_after_forward;
+  fully_shard(*this, own);
+}
+
+TreeModel::TreeModel(const TreeNode& node)
+    : tree_(register_module("tree", std::make_shared<TreeModule>(node))),
+      head_(register_module("head", torch::nn::Linear(TreeModule::kWidth, 3))) {
+  to(at::kDouble);
+}
+
+FsdpUnit TreeModel::shard(const FullyShardOptions& options) {
+  tree_->shard(options);
+  return fully_shard(*this, options);
+}
+
+}  // namespace lockstep::testing::detail
