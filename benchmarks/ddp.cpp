@@ -8,21 +8,6 @@
 namespace lockstep::bench {
 namespace {
 
-/// Steps less the local steps of the same round and language.
-std::map<std::string, Samples> overheads(const std::map<std::string, Samples>& steps) {
-  std::map<std::string, Samples> overheads;
-  const auto add = [&](const std::string& name, const std::string& local) {
-    if (!steps.contains(name)) return;
-    for (std::size_t round = 0; round < steps.at(name).size(); ++round) {
-      overheads[name].push_back(steps.at(name)[round] - steps.at(local)[round]);
-    }
-  };
-  add("ours", "local");
-  add("c10d-reducer", "local");
-  add("python-ddp", "python-local");
-  return overheads;
-}
-
 void add_rows(Report& report, const std::string& model, int world, const Measured& measured) {
   const auto where = str(model, " world ", world);
   const auto add = [&](PeerRows rows, const std::map<std::string, Samples>& figures) {
@@ -33,7 +18,8 @@ void add_rows(Report& report, const std::string& model, int world, const Measure
     if (rows.case_name == "host per parameter 300-layers world 1") rows.goals = {{"c10d-reducer", 2}};
     add_peer_rows(report, rows, figures);
   };
-  const auto overhead = overheads(measured.at("step"));
+  const auto overhead =
+      differences(measured.at("step"), {{"ours", "local"}, {"c10d-reducer", "local"}, {"python-ddp", "python-local"}});
   add({.case_name = "overhead", .metric = "ms", .are_differences = true}, overhead);
   add({.case_name = "step", .metric = "ms"}, measured.at("step"));
   if (model == "300-layers") {

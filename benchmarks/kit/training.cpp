@@ -166,6 +166,19 @@ int training_main(int argc, char** argv, const TrainingBenchmark& benchmark) {
   return exit_code_of([&] { is_rank ? run_rank(rank, benchmark.make) : run(benchmark, plan, output); });
 }
 
+std::map<std::string, Samples> differences(const std::map<std::string, Samples>& figures,
+                                           const std::map<std::string, std::string>& less) {
+  std::map<std::string, Samples> differences;
+  for (const auto& [name, base] : less) {
+    if (!figures.contains(name) || !figures.contains(base)) continue;
+    const auto& values = figures.at(name);
+    for (std::size_t round = 0; round < values.size(); ++round) {
+      differences[name].push_back(values[round] - figures.at(base)[round]);
+    }
+  }
+  return differences;
+}
+
 void add_peer_rows(Report& report, const PeerRows& rows, const std::map<std::string, Samples>& figures) {
   const auto scaled = [&](Samples samples) {
     for (auto& sample : samples) sample *= rows.scale;

@@ -34,6 +34,10 @@ struct TrainingBenchmark {
 /// The program: its command line, and what is then asked for. Returns its exit status.
 int training_main(int argc, char** argv, const TrainingBenchmark& benchmark);
 
+/// Figures of contenders less those of another one of the same round and language: {{"ours", "local"}}.
+std::map<std::string, Samples> differences(const std::map<std::string, Samples>& figures,
+                                           const std::map<std::string, std::string>& less);
+
 /// A row for each of `peers` that has figures, if `ours` has. `scale` multiplies all.
 struct PeerRows {
   std::string case_name = {};

@@ -26,6 +26,7 @@ struct Layers : Trainable {
 struct DemoGpt : Trainable {
   explicit DemoGpt(const examples::GptConfig& config) : gpt(register_module("gpt", examples::Gpt(config))) {}
   at::Tensor forward(const at::Tensor& input) override { return gpt->forward(input); }
+  std::vector<std::shared_ptr<torch::nn::Module>> blocks() const override { return gpt->blocks->children(); }
   examples::Gpt gpt;
 };
 

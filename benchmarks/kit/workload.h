@@ -5,11 +5,14 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 namespace lockstep::bench {
 
 struct Trainable : torch::nn::Module {
   virtual at::Tensor forward(const at::Tensor& input) = 0;
+  /// What repeats in it, and together is most of it.
+  virtual std::vector<std::shared_ptr<torch::nn::Module>> blocks() const { return children(); }
 };
 
 struct Workload {
