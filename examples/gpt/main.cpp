@@ -1,4 +1,4 @@
-// The demo: trains a small GPT, character by character, on several ranks with DistributedDataParallel.
+// The demo: trains a small GPT, character by character, on several ranks with DDP, ZeRO or FSDP.
 //   build/examples/gpt --ranks 2                      starts lockstep-run, which starts the ranks
 //   lockstep-run -n 2 build/examples/gpt              so does any other launcher; alone it is one rank
 #include <lockstep/lockstep.h>
@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstdio>
 #include <exception>
+#include <fstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -81,25 +82,31 @@ void run_rank(const Options& options) {
 
   const bool speaks = world.rank() == 0;
   const double first_loss = training.validate();
+  auto teller = training.copy_of_model();
   if (speaks) {
-    introduce(world, corpus, *model);
+    introduce(world, corpus, *teller);
     std::printf(
         "untrained: validation loss %.3f, and it writes: %s\n", first_loss,
-        one_line(tell(model, corpus.alphabet(), {.shortest = 30, .longest = 30, .seed = options.seed})).c_str());
+        one_line(tell(teller, corpus.alphabet(), {.shortest = 30, .longest = 30, .seed = options.seed})).c_str());
     std::fflush(stdout);
   }
   ProgressBar bar(speaks ? options.progress : "none");
   const auto begin = std::chrono::steady_clock::now();
-  const auto last = training.run([&](const Progress& progress) { bar.show(progress); });
+  std::ofstream losses(speaks ? options.losses : "");
+  const auto last = training.run([&](const Progress& progress) {
+    bar.show(progress);
+    losses << progress.step << ' ' << std::hexfloat << progress.loss << '\n';
+  });
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
   const double final_loss = training.validate();
   training.check_replicas();
+  teller = training.copy_of_model();
   if (speaks) {
     std::printf("%lld steps in %.1f s", static_cast<long long>(last.step), took.count());
     if (world.world_size() > 1) std::printf("; the weights are the same on all %d ranks", world.world_size());
     if (last.hidden) std::printf("; %.0f %% of communication hidden behind compute", 100 * *last.hidden);
     std::printf("\nfinal loss %.4f, validation loss %.4f; now it writes:\n\n%s", last.loss, final_loss,
-                wrap(tell(model, corpus.alphabet(), {.seed = options.seed}), 80).c_str());
+                wrap(tell(teller, corpus.alphabet(), {.seed = options.seed}), 80).c_str());
     std::fflush(stdout);
   }
   barrier(world.group());

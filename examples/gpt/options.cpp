@@ -13,11 +13,24 @@ const CLI::Validator kDevice(
     },
     "cpu|cuda|cuda:N");
 
+/// Options that go together, or not. --zero-stage alone means --parallel zero, which alone means all that ZeRO shares.
+void complete(Options& options, bool has_parallel, bool has_stage) {
+  const auto refuse_if = [](bool is_wrong, const std::string& what) {
+    if (is_wrong) throw CLI::ValidationError(what);
+  };
+  if (!has_parallel && options.zero_stage > 0) options.parallel = "zero";
+  if (options.parallel == "zero" && !has_stage) options.zero_stage = 2;
+  refuse_if(options.parallel == "zero" && options.zero_stage == 0, "--parallel zero: --zero-stage must be 1 or 2");
+  refuse_if(options.parallel != "zero" && options.zero_stage > 0, "--zero-stage: only with --parallel zero");
+  refuse_if(options.precision != "float32" && !options.is_sharded(),
+            "--precision " + options.precision + ": only with --parallel fsdp or hybrid");
+}
+
 }  // namespace
 
 std::optional<Options> parse_options(int argc, char** argv, int& exit_code) {
   Options options;
-  CLI::App app("Trains a small GPT on tales about animals, with DistributedDataParallel, and lets it tell one.", "gpt");
+  CLI::App app("Trains a small GPT on tales about animals, with DDP, ZeRO or FSDP, and lets it tell one.", "gpt");
   // The last one counts: `make demo ARGS="--ranks 4"`.
   app.option_defaults()->take_last()->always_capture_default();
   app.add_option("--ranks", options.ranks, "processes that train together; starts lockstep-run unless a launcher did")
@@ -29,15 +42,23 @@ std::optional<Options> parse_options(int argc, char** argv, int& exit_code) {
   app.add_option("--batch-size", options.batch_size, "sequences per step, of all ranks together")
       ->check(CLI::Range(1, 65536));
   app.add_option("--learning-rate,--lr", options.learning_rate, "at its highest")->check(CLI::Range(1e-8, 1.0));
-  app.add_option("--zero-stage", options.zero_stage,
-                 "what ranks share: 0 nothing, 1 the optimizer's state, 2 gradients too")
-      ->check(CLI::Range(0, 2));
+  auto* parallel = app.add_option("--parallel", options.parallel,
+                                  "what ranks divide: ddp nothing but the batch, zero the optimizer's state and "
+                                  "gradients, fsdp all, hybrid all between pairs of ranks")
+                       ->check(CLI::IsMember({"ddp", "zero", "fsdp", "hybrid"}));
+  auto* stage = app.add_option("--zero-stage", options.zero_stage,
+                               "what ranks share: 0 nothing, 1 the optimizer's state, 2 gradients too")
+                    ->check(CLI::Range(0, 2));
+  app.add_option("--precision", options.precision, "in which fsdp computes; shards and sums stay float32")
+      ->check(CLI::IsMember({"float32", "bf16"}));
   app.add_option("--seed", options.seed, "of weights, batches and the tale at the end")
       ->check(CLI::Range(int64_t{0}, INT64_MAX));
   app.add_option("--progress", options.progress, "bar redraws one line; auto: bar on a terminal, else lines")
       ->check(CLI::IsMember({"auto", "bar", "lines", "none"}));
+  app.add_option("--losses", options.losses, "write the loss of every report to this file, all digits of it");
   try {
     app.parse(argc, argv);
+    complete(options, !parallel->empty(), !stage->empty());
     return options;
   } catch (const CLI::ParseError& error) {
     exit_code = app.exit(error) == 0 ? 0 : 2;

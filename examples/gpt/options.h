@@ -14,9 +14,14 @@ struct Options {
   int64_t steps = 1000;
   int64_t batch_size = 16;  // of all ranks together
   double learning_rate = 3e-3;
+  std::string parallel = "ddp";  // "zero" if zero_stage is above 0
   int zero_stage = 0;
+  std::string precision = "float32";
   int64_t seed = 1;
   std::string progress = "auto";
+  std::string losses = "";  // a file
+
+  bool is_sharded() const { return parallel == "fsdp" || parallel == "hybrid"; }
 };
 
 /// None if the program shall end at once, with `exit_code`: everything has been said. Local.

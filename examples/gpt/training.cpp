@@ -14,21 +14,14 @@ constexpr int64_t kReports = 100;
 constexpr int64_t kValidationRows = 128;
 constexpr double kLargestGradient = 1.0;
 
-// So that the first all-reduce starts early in backward, though the model is small.
-constexpr double kBucketMb = 0.5;
-
 }  // namespace
 
 Training::Training(const World& world, const Options& options, const Corpus& corpus, Gpt model)
     : world_(world),
       options_(options),
       corpus_(corpus),
-      ddp_(std::move(model), world.group(), {.bucket_cap_mb = kBucketMb}),
-      optimizer_(ddp_.parameters(), {.lr = options.learning_rate, .weight_decay = 0.01},
-                 {.stage = static_cast<ZeroStage>(options.zero_stage), .ddp = ddp_}) {
-  // Every step, for the share of communication that is hidden.
-  ddp_.set_ddp_runtime_logging_sample_rate(1);
-}
+      model_(std::move(model)),
+      strategy_(make_strategy(world, options, model_)) {}
 
 Progress Training::run(const std::function<void(const Progress&)>& on_progress) {
   auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(options_.seed));
@@ -44,7 +37,7 @@ Progress Training::run(const std::function<void(const Progress&)>& on_progress) 
     set_learning_rate(progress.step++);
     loss_sum += take_step(batch) * batch.input.size(0);
     rows += batch.input.size(0);
-    if (const auto share = ddp_.overlap_share(); share && world_.world_size() > 1) {
+    if (const auto share = strategy_->hidden_share()) {
       hidden_sum += *share;
       ++hidden_steps;
     }
@@ -52,7 +45,7 @@ Progress Training::run(const std::function<void(const Progress&)>& on_progress) 
     progress.loss = mean_over_ranks(loss_sum, rows);
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
     progress.tokens_per_second =
-        static_cast<double>(progress.step * options_.batch_size * ddp_.module()->config.context) / took.count();
+        static_cast<double>(progress.step * options_.batch_size * model_->config.context) / took.count();
     if (hidden_steps > 0) progress.hidden = hidden_sum / static_cast<double>(hidden_steps);
     on_progress(progress);
     loss_sum.zero_();
@@ -62,12 +55,14 @@ Progress Training::run(const std::function<void(const Progress&)>& on_progress) 
 }
 
 at::Tensor Training::take_step(const Batch& batch) {
-  optimizer_.zero_grad();
-  const auto loss = loss_of(ddp_(batch.input.to(world_.device())), batch.target.to(world_.device()));
+  auto& optimizer = strategy_->optimizer();
+  optimizer.zero_grad();
+  const auto loss = loss_of(strategy_->forward(batch.input.to(world_.device())), batch.target.to(world_.device()));
   // Ranks may differ by one row: each counts as much as it has.
-  ddp_.backward(loss, static_cast<double>(batch.input.size(0)));
-  optimizer_.clip_grad_norm_(kLargestGradient);
-  optimizer_.step();
+  strategy_->backward(loss, batch.input.size(0));
+  // In double, so that losses do not tell how ranks have divided the model.
+  clip_grad_norm_(optimizer, kLargestGradient, {.dtype = at::kDouble});
+  optimizer.step();
   return loss.detach();
 }
 
@@ -78,16 +73,24 @@ double Training::validate() {
   auto sum = at::zeros({}, world_.device());
   if (rows > 0) {
     // The module itself: without gradients there is nothing to reduce.
-    sum += loss_of(ddp_.module()->forward(batch.input.to(world_.device())), batch.target.to(world_.device())) * rows;
+    sum += loss_of(model_->forward(batch.input.to(world_.device())), batch.target.to(world_.device())) * rows;
   }
   return mean_over_ranks(sum, rows);
 }
 
-void Training::check_replicas() {
+Gpt Training::copy_of_model() const {
+  const at::NoGradGuard no_grad;
+  const auto weights = strategy_->weights();
+  Gpt copy(model_->config);
+  for (auto& parameter : copy->named_parameters()) parameter.value().copy_(weights.at(parameter.key()));
+  return copy;
+}
+
+void Training::check_replicas() const {
   Facts facts;
-  for (const auto& parameter : ddp_.module()->named_parameters()) {
-    const auto bits = parameter.value().detach().to(at::kCPU).view(at::kInt);
-    facts.emplace_back("weights of '" + parameter.key() + "'", std::to_string(bits.sum().item<int64_t>()));
+  for (const auto& [name, weight] : strategy_->weights()) {
+    const auto bits = weight.to(at::kCPU).view(at::kInt);
+    facts.emplace_back("weights of '" + name + "'", std::to_string(bits.sum().item<int64_t>()));
   }
   check_same_on_all_ranks("the trained model", facts, world_.group());
 }
@@ -97,7 +100,7 @@ at::Tensor Training::my_rows(const at::Tensor& rows) const {
 }
 
 at::Tensor Training::loss_of(const at::Tensor& scores, const at::Tensor& target) const {
-  return at::cross_entropy_loss(scores.flatten(0, 1), target.reshape({-1}));
+  return at::cross_entropy_loss(scores.flatten(0, 1).to(at::kFloat), target.reshape({-1}));
 }
 
 void Training::set_learning_rate(int64_t step) {
@@ -105,7 +108,8 @@ void Training::set_learning_rate(int64_t step) {
   const double way = static_cast<double>(step) / static_cast<double>(options_.steps);
   const double rise = std::min(1.0, static_cast<double>(step + 1) / static_cast<double>(warmup));
   const double fall = 0.05 + 0.95 * (1 + std::cos(std::numbers::pi * way)) / 2;
-  for (auto& group : optimizer_.param_groups()) group.options().set_lr(options_.learning_rate * rise * fall);
+  for (auto& group : strategy_->optimizer().param_groups())
+    group.options().set_lr(options_.learning_rate * rise * fall);
 }
 
 double Training::mean_over_ranks(const at::Tensor& sum, int64_t count) const {

@@ -1,19 +1,19 @@
-// Data-parallel training: every rank has the whole model and learns from its part of each batch.
+// Training on several ranks: each learns from its part of every batch. How they divide the model is the strategy's.
 //
 // The batch of a step is drawn alike on all ranks, and each takes its rows. So any number of ranks trains the same
 // model, up to rounding.
 #pragma once
 
 #include <lockstep/lockstep.h>
-#include <torch/optim/adamw.h>
 
 #include <functional>
-#include <optional>
+#include <memory>
 
 #include "examples/gpt/corpus.h"
 #include "examples/gpt/model.h"
 #include "examples/gpt/options.h"
 #include "examples/gpt/progress_bar.h"
+#include "examples/gpt/strategy.h"
 
 namespace lockstep::examples {
 
@@ -28,8 +28,11 @@ class Training {
   /// Mean loss per character on text that is not trained on. Collective.
   double validate();
 
+  /// A model of its own with the weights as they are: for one rank alone to use. Collective.
+  Gpt copy_of_model() const;
+
   /// Throws on every rank if their weights differ in a single bit. Collective.
-  void check_replicas();
+  void check_replicas() const;
 
  private:
   /// Returns the mean loss of this rank's rows.
@@ -43,8 +46,8 @@ class Training {
   const World world_;
   const Options options_;
   const Corpus& corpus_;
-  DistributedDataParallel<Gpt> ddp_;
-  ZeroRedundancyOptimizer<optim::AdamW> optimizer_;
+  Gpt model_;
+  const std::unique_ptr<Strategy> strategy_;
 };
 
 }  // namespace lockstep::examples

@@ -59,6 +59,11 @@ at::Tensor dense_values_of(const at::Tensor& gradient) {
   return gradient.is_sparse() ? gradient._values() : gradient;
 }
 
+/// What a norm that was computed in another dtype is rounded to.
+at::ScalarType real_dtype_of(const std::vector<at::Tensor>& gradients) {
+  return c10::toRealValueType(gradients.front().scalar_type());
+}
+
 at::Tensor local_norm(const std::vector<at::Tensor>& tensors, const NormOptions& options) {
   if (tensors.empty()) return at::zeros({}, at::TensorOptions(options.device));
   std::vector<at::Tensor> values;
@@ -67,9 +72,11 @@ at::Tensor local_norm(const std::vector<at::Tensor>& tensors, const NormOptions&
   for (const auto& tensor : tensors) values.push_back(dense_values_of(tensor.is_sparse() ? tensor.coalesce() : tensor));
   std::vector<at::Tensor> norms;
   if (options.foreach) {
-    norms = at::_foreach_norm(values, options.norm_type);
+    norms = at::_foreach_norm(values, options.norm_type, options.dtype);
   } else {
-    for (const auto& each : values) norms.push_back(at::linalg_vector_norm(each, options.norm_type));
+    for (const auto& each : values) {
+      norms.push_back(at::linalg_vector_norm(each, options.norm_type, std::nullopt, /*keepdim=*/false, options.dtype));
+    }
   }
   for (auto& norm : norms) norm = norm.to(tensors.front().device());
   return at::linalg_vector_norm(at::stack(norms), options.norm_type);
@@ -179,6 +186,7 @@ at::Tensor get_total_norm_of_shards(const std::vector<GradientShard>& shards, co
   if (shards.size() == 1 && shards.front().groups.empty()) {
     // Without a detour through double, which would cost the last bit.
     norm = local_norm(shards.front().gradients, options);
+    if (options.dtype && !shards.front().gradients.empty()) norm = norm.to(real_dtype_of(shards.front().gradients));
   } else {
     const NormOfParts parts(options.norm_type);
     at::Tensor total;
@@ -196,7 +204,7 @@ at::Tensor get_total_norm_of_shards(const std::vector<GradientShard>& shards, co
     for (std::size_t i = 0; i < shards.size(); ++i) {
       const auto& shard = shards[i];
       const auto& local = locals[i];
-      if (!shard.gradients.empty()) dtype = local.scalar_type();
+      if (!shard.gradients.empty()) dtype = options.dtype ? real_dtype_of(shard.gradients) : local.scalar_type();
       auto contribution = parts.contribution(local, shard.gradients.empty(), options.device);
       for (const auto& group : shard.groups) parts.reduce(contribution, group);
       total = total.defined() ? parts.combined(total, contribution) : contribution;

@@ -31,6 +31,9 @@ struct NormOptions {
   /// must call, those without gradients too. Null is refused: it is what new_group() gives to ranks that are
   /// not in it.
   std::optional<GroupPtr> process_group = std::nullopt;
+  /// In which it is computed, before it is rounded to the gradients' own. Given kDouble it has, but for one time in
+  /// millions, the same bits however gradients are divided. Unset: the gradients' own, as in Python.
+  std::optional<at::ScalarType> dtype = std::nullopt;
   /// Where the norm is if there is no gradient; ranks with none need it if the group does.
   c10::Device device = at::kCPU;
 };

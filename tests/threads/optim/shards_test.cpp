@@ -56,6 +56,21 @@ LOCKSTEP_THREAD_TEST(ClipGradShards, ClipsByTheNormOfTheWhole, 3) {
   }
 }
 
+LOCKSTEP_THREAD_TEST(ClipGradShards, InDoubleHasTheSameBitsHoweverTheyAreDivided, 3) {
+  for (int64_t seed = 0; seed < 50; ++seed) {
+    auto generator = at::detail::createCPUGenerator(static_cast<uint64_t>(seed));
+    std::vector<at::Tensor> gradients;
+    for (int64_t i = 1; i <= 7; ++i) gradients.push_back(at::randn({i * 111}, generator, at::kFloat));
+    for (const bool foreach : {false, true}) {
+      const auto expected = get_total_norm(gradients, {.foreach = foreach, .dtype = at::kDouble});
+      const auto norm = get_total_norm(my_share(gradients, world),
+                                       {.foreach = foreach, .process_group = world.group(), .dtype = at::kDouble});
+      EXPECT_EQ(norm.scalar_type(), at::kFloat);
+      EXPECT_TRUE(norm.equal(expected)) << norm << expected;
+    }
+  }
+}
+
 // ZERO-72: parameters may be split anywhere
 LOCKSTEP_THREAD_TEST(ClipGradShards, ClipsSlicesOfOneFlatBuffer, 4) {
   const auto whole = parameters_with({at::arange(1000, at::kFloat).cos()});

@@ -1,0 +1,97 @@
+#include "examples/gpt/strategy.h"
+
+#include <torch/torch.h>
+
+namespace lockstep::examples {
+namespace {
+
+// So that the first all-reduce starts early in backward, though the model is small.
+constexpr double kBucketMb = 0.5;
+
+// Of a hybrid mesh: ranks that divide a model among them. There are as many copies of it as there are such pairs.
+constexpr int64_t kSharding = 2;
+
+optim::AdamWOptions optimizer_options(const Options& options) {
+  return {.lr = options.learning_rate, .weight_decay = 0.01};
+}
+
+/// Every rank has the whole model; ZeRO divides the optimizer's state, and gradients if asked for.
+class Replicated final : public Strategy {
+ public:
+  Replicated(const World& world, const Options& options, const Gpt& model)
+      : ddp_(model, world.group(), {.bucket_cap_mb = kBucketMb}),
+        optimizer_(ddp_.parameters(), optimizer_options(options),
+                   {.stage = static_cast<ZeroStage>(options.zero_stage), .ddp = ddp_}),
+        is_alone_(world.world_size() == 1) {
+    // Every step, for the share of communication that is hidden.
+    ddp_.set_ddp_runtime_logging_sample_rate(1);
+  }
+
+  at::Tensor forward(const at::Tensor& input) override { return ddp_(input); }
+  void backward(const at::Tensor& loss, int64_t rows) override { ddp_.backward(loss, static_cast<double>(rows)); }
+  torch::optim::Optimizer& optimizer() override { return optimizer_; }
+  std::optional<double> hidden_share() const override { return is_alone_ ? std::nullopt : ddp_.overlap_share(); }
+  ModuleState weights() const override {
+    ModuleState state;
+    for (const auto& item : ddp_.module()->named_parameters()) state.emplace(item.key(), item.value().detach());
+    return state;
+  }
+
+ private:
+  DistributedDataParallel<Gpt> ddp_;
+  ZeroRedundancyOptimizer<optim::AdamW> optimizer_;
+  const bool is_alone_;
+};
+
+/// Every rank has a part of all: each block of the GPT is gathered while it computes.
+class Sharded final : public Strategy {
+ public:
+  Sharded(const World& world, const Options& options, const Gpt& model)
+      : model_(model),
+        root_(shard(sharding_options(world, options))),
+        optimizer_(model->parameters(), optimizer_options(options)) {
+    // What the sum over all ranks is divided by, each rank's loss being multiplied by its rows.
+    root_.set_gradient_divide_factor(static_cast<double>(options.batch_size));
+  }
+
+  at::Tensor forward(const at::Tensor& input) override { return model_->forward(input); }
+  void backward(const at::Tensor& loss, int64_t rows) override { (loss * static_cast<double>(rows)).backward(); }
+  torch::optim::Optimizer& optimizer() override { return optimizer_; }
+  ModuleState weights() const override { return full_state_dict(*model_); }
+
+ private:
+  static FullyShardOptions sharding_options(const World& world, const Options& options) {
+    const auto kind = c10::DeviceTypeName(world.device().type(), /*lower_case=*/true);
+    FullyShardOptions sharding;
+    if (options.parallel == "hybrid") {
+      const auto ranks = world.world_size();
+      TORCH_CHECK(ranks % kSharding == 0, "--parallel hybrid divides the model between ", kSharding,
+                  " ranks, of which there are ", ranks, ". Start an even number of ranks.");
+      sharding.mesh =
+          init_device_mesh(kind, {ranks / kSharding, kSharding}, {.mesh_dim_names = {"replicate", "shard"}});
+    } else {
+      sharding.mesh = DeviceMesh::from_group(world.group(), kind);
+    }
+    // The sum of many small gradients needs more digits than they do.
+    if (options.precision == "bf16") sharding.mp_policy = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat};
+    return sharding;
+  }
+
+  FsdpUnit shard(const FullyShardOptions& options) {
+    for (const auto& block : *model_->blocks) fully_shard(*block, options);
+    return fully_shard(model_, options);
+  }
+
+  Gpt model_;
+  FsdpUnit root_;
+  optim::AdamW optimizer_;
+};
+
+}  // namespace
+
+std::unique_ptr<Strategy> make_strategy(const World& world, const Options& options, const Gpt& model) {
+  if (options.is_sharded()) return std::make_unique<Sharded>(world, options, model);
+  return std::make_unique<Replicated>(world, options, model);
+}
+
+}  // namespace lockstep::examples

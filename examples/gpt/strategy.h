@@ -1,0 +1,36 @@
+// How ranks share the work of training one model: what differs between DDP, ZeRO and FSDP. The loop in training.cpp is
+// the same for all.
+#pragma once
+
+#include <lockstep/lockstep.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "examples/gpt/model.h"
+#include "examples/gpt/options.h"
+
+namespace lockstep::examples {
+
+class Strategy {
+ public:
+  virtual ~Strategy() = default;
+
+  /// Of a training step. Collective, as all that follows.
+  virtual at::Tensor forward(const at::Tensor& input) = 0;
+  /// Gradients become the mean over all rows of all ranks; `loss` is the mean over this rank's `rows`.
+  virtual void backward(const at::Tensor& loss, int64_t rows) = 0;
+  /// Of what this rank has of the model.
+  virtual torch::optim::Optimizer& optimizer() = 0;
+  /// The weights as if nothing were divided, on every rank.
+  virtual ModuleState weights() const = 0;
+  /// Share of the last step's communication that was hidden behind compute; none if that is not known.
+  virtual std::optional<double> hidden_share() const { return std::nullopt; }
+};
+
+/// The one that `options` ask for. Takes the model over. Collective.
+std::unique_ptr<Strategy> make_strategy(const World& world, const Options& options, const Gpt& model);
+
+}  // namespace lockstep::examples
