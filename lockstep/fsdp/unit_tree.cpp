@@ -235,8 +235,14 @@ void UnitTree::free(Unit& unit) {
   tell(unit, "reshard");
 }
 
+bool UnitTree::frees_after_backward(const Unit& unit) const {
+  // The next forward of an accumulation has the same values.
+  const bool is_kept_whole = !syncs(unit) && unit.settings_.reshard_after_forward == false;
+  return unit.settings_.reshard_after_backward && !is_kept_whole;
+}
+
 bool UnitTree::may_free(const Unit& unit) const {
-  if (pass_ == Pass::kBackward) return unit.settings_.reshard_after_backward && unit.is_done_;
+  if (pass_ == Pass::kBackward) return frees_after_backward(unit) && unit.is_done_;
   const bool is_next_in_backward = unit.is_used_ && order().next() == TouchOrder::kNone && order().is_run_over() &&
                                    backward_order_.first() == unit.number_;
   return unit.settings_.reshard_after_forward.value_or(!unit.is_root() && !is_next_in_backward);
@@ -281,7 +287,7 @@ void UnitTree::on_gradient(Unit& unit) {
   unit.is_done_ = true;
   reduce_in_turn(unit);
   // Frozen ones may be needed still, by what comes before them.
-  if (all == trainable && unit.settings_.reshard_after_backward) free(unit);
+  if (all == trainable && frees_after_backward(unit)) free(unit);
   if (unit.options_.backward_prefetch == BackwardPrefetch::BACKWARD_POST) prefetch(unit);
 }
 
@@ -353,11 +359,7 @@ void UnitTree::end_backward() {
       for (const auto& group : unit->groups_) group->gradients().hand_out();
     }
   }
-  for (const auto& unit : all) {
-    // The next forward of an accumulation has the same values.
-    const bool is_kept_whole = !syncs(*unit) && unit->settings_.reshard_after_forward == false;
-    rest(*unit, unit->settings_.reshard_after_backward && !is_kept_whole);
-  }
+  for (const auto& unit : all) rest(*unit, frees_after_backward(*unit));
   end_passes();
 }
 

@@ -75,6 +75,7 @@ class UnitTree : public std::enable_shared_from_this<UnitTree> {
   void launch_gather(Unit& unit);
   void check_order(const Unit& unit) const;
   void free(Unit& unit);
+  bool frees_after_backward(const Unit& unit) const;
   bool may_free(const Unit& unit) const;
   void free_others(const Unit& unit);
   void prefetch(const Unit& unit);
