@@ -21,6 +21,7 @@
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/failure_notice.h"
 #include "lockstep/comm/world.h"
+#include "lockstep/state/optimizer_state.h"
 
 namespace lockstep {
 namespace {
@@ -134,14 +135,6 @@ std::vector<at::Tensor> all_of(const std::vector<GradientShard>& shards) {
   std::vector<at::Tensor> gradients;
   for (const auto& shard : shards) gradients.insert(gradients.end(), shard.gradients.begin(), shard.gradients.end());
   return gradients;
-}
-
-std::vector<at::Tensor> parameters_of(torch::optim::Optimizer& optimizer) {
-  std::vector<at::Tensor> parameters;
-  for (const auto& group : optimizer.param_groups()) {
-    parameters.insert(parameters.end(), group.params().begin(), group.params().end());
-  }
-  return parameters;
 }
 
 void limit_values(const std::vector<at::Tensor>& gradients, double clip_value, bool foreach) {

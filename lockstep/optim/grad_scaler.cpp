@@ -10,21 +10,20 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
+#include "lockstep/comm/call.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/world.h"
+#include "lockstep/state/optimizer_state.h"
 
 namespace lockstep {
 namespace {
 
 std::vector<GradientShard> gradients_of(torch::optim::Optimizer& optimizer) {
   if (auto* sharded = dynamic_cast<ShardedGradients*>(&optimizer)) return sharded->own_gradients();
-  std::vector<at::Tensor> parameters;
-  for (const auto& group : optimizer.param_groups()) {
-    parameters.insert(parameters.end(), group.params().begin(), group.params().end());
-  }
-  return shards_by_layout(parameters);
+  return shards_by_layout(parameters_of(optimizer));
 }
 
 }  // namespace
@@ -161,8 +160,19 @@ void GradScaler::update() {
 void GradScaler::update(double new_scale) {
   if (!options_.enabled) return;
   check_scale("update");
+  TORCH_CHECK(std::isfinite(new_scale) && new_scale > 0, "[lockstep/optim] GradScaler: update() was given a scale of ",
+              new_scale, ". Give a number above 0.");
   scale_.fill_(new_scale);
   optimizers_.clear();
+}
+
+void GradScaler::update(const at::Tensor& new_scale) {
+  if (!options_.enabled) return;
+  const bool is_number = new_scale.defined() && new_scale.numel() == 1 && new_scale.is_floating_point();
+  TORCH_CHECK(is_number && !new_scale.requires_grad(), "[lockstep/optim] GradScaler: update() was given ",
+              describe(new_scale), new_scale.defined() && new_scale.requires_grad() ? " that requires a gradient" : "",
+              " as the scale. Give one floating-point number, detached.");
+  update(new_scale.item<double>());
 }
 
 double GradScaler::get_scale() const {

@@ -66,8 +66,9 @@ class GradScaler {
   /// Ends the iteration: shrinks the scale if a step was left out, and lets it grow after growth_interval that were
   /// not.
   void update();
-  /// Ends the iteration and sets the scale.
+  /// Ends the iteration and sets the scale: a number above 0, or a tensor of one.
   void update(double new_scale);
+  void update(const at::Tensor& new_scale);
 
   /// 1 if disabled. Waits for the device.
   double get_scale() const;
@@ -109,5 +110,9 @@ class GradScaler {
   // Since the last update.
   std::unordered_map<const torch::optim::Optimizer*, OptimizerState> optimizers_;
 };
+
+/// Python's name for one that works with sharded parameters, as this one does: it learns from their layouts with whom
+/// to agree.
+using ShardedGradScaler = GradScaler;
 
 }  // namespace lockstep

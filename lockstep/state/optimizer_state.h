@@ -23,6 +23,9 @@ struct OptimizerStateDict {
   std::vector<Group> param_groups = {};
 };
 
+/// Over the groups, in their order: numbered as in an OptimizerStateDict.
+std::vector<at::Tensor> parameters_of(const torch::optim::Optimizer& optimizer);
+
 /// What the optimizer holds now. Tensors are the optimizer's own, not copies.
 OptimizerStateDict state_dict_of(const torch::optim::Optimizer& optimizer);
 
