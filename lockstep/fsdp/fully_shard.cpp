@@ -250,7 +250,14 @@ void FsdpUnit::reset_iter_state() {
 }
 
 SummonGuard FsdpUnit::summon_full_params(const SummonOptions& options) {
-  return {unit_->tree().below(*unit_, options.recurse), options.writeback};
+  return {unit_->tree().below(*unit_, options.recurse), options};
+}
+
+void FsdpUnit::apply(const std::function<void(torch::nn::Module& module)>& function) {
+  const auto module = unit_->module();
+  TORCH_CHECK(module, unit_->who(), ": the module is gone");
+  const auto summoned = summon_full_params();
+  module->apply(function);
 }
 
 at::Tensor FsdpUnit::clip_grad_norm_(double max_norm, double norm_type) {
@@ -268,18 +275,6 @@ FsdpNoSync::FsdpNoSync(std::shared_ptr<detail::Unit> root) : root_(std::move(roo
 
 FsdpNoSync::~FsdpNoSync() {
   root_->tree().end_no_sync();
-}
-
-SummonGuard::SummonGuard(const std::vector<std::shared_ptr<detail::Unit>>& units, bool writeback)
-    : writeback_(writeback) {
-  for (const auto& unit : units) {
-    unit->tree().summon(*unit);
-    units_.push_back(unit);
-  }
-}
-
-SummonGuard::~SummonGuard() {
-  for (const auto& unit : units_) unit->tree().end_summon(*unit, writeback_);
 }
 
 }  // namespace lockstep

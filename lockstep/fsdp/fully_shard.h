@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "lockstep/fsdp/options.h"
+#include "lockstep/fsdp/summon.h"
 #include "lockstep/fsdp/unit_comm.h"
 
 namespace torch::nn {
@@ -34,24 +35,6 @@ namespace lockstep {
 namespace detail {
 class Unit;
 }
-
-/// While it lives, whole parameters may be read and written by the program. Between steps, one at a time.
-class SummonGuard {
- public:
-  SummonGuard(const std::vector<std::shared_ptr<detail::Unit>>& units, bool writeback);
-  ~SummonGuard();
-  SummonGuard(SummonGuard&&) noexcept = default;
-  SummonGuard& operator=(SummonGuard&&) = delete;
-
- private:
-  std::vector<std::shared_ptr<detail::Unit>> units_;
-  bool writeback_;
-};
-
-struct SummonOptions {
-  bool recurse = true;
-  bool writeback = true;  // this rank's part of what was written is kept; of equal writes on all ranks, all
-};
 
 /// While it lives, backwards keep gradients whole on every rank and add them up; the first one after it reduces the
 /// sum. Zeroing the shards' gradients drops it. Scopes nest.
@@ -133,7 +116,11 @@ class FsdpUnit {
   /// a backward that threw does it by itself.
   void reset_iter_state();
 
+  /// Parameters of this unit, whole, for a scope between steps. Collective. Refused in a backward, and inside of
+  /// another one.
   [[nodiscard]] SummonGuard summon_full_params(const SummonOptions& options = {});
+  /// Calls `function` for the unit's module and all below it, in such a scope: to initialise, say. Collective.
+  void apply(const std::function<void(torch::nn::Module& module)>& function);
 
   /// Scales the gradients of all shards in place so that their norm, over all ranks, is at most `max_norm`; returns the
   /// norm before. Collective. Root only.
