@@ -1,50 +1,25 @@
 #include "lockstep/fsdp/state_dict.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <torch/nn/module.h>
 
+#include <optional>
 #include <vector>
 
 #include "lockstep/base/str.h"
-#include "lockstep/comm/collectives.h"
-#include "lockstep/comm/objects.h"
+#include "lockstep/shard/gather.h"
 #include "lockstep/shard/layout_of.h"
 
 namespace lockstep {
 namespace {
 
-/// Of the ranks that hold the other rows; null if the tensor is whole here.
-GroupPtr cutting_group(const Layout& layout) {
-  const auto axes = layout.dividing_axes();
-  if (axes.empty()) return nullptr;
-  const auto dim = sharded_dim(layout.placements()[static_cast<std::size_t>(axes.front())]);
-  TORCH_CHECK(axes.size() == 1 && dim == 0, "[lockstep/fsdp] a full state dict of ", layout,
-              ": only rows can be gathered.");
-  return layout.mesh().get_group(axes.front());
-}
-
-at::Tensor gathered(const at::Tensor& shard, const Layout& layout) {
-  const auto group = cutting_group(layout);
-  if (!group) return shard.clone();
-  auto sizes = layout.sizes();
-  const auto rows = sizes[0];
-  const auto ranks = static_cast<int64_t>(group->getSize());
-  const auto chunk = (rows + ranks - 1) / ranks;
-  sizes[0] = chunk;
-  auto mine = at::zeros(sizes, shard.options());
-  mine.narrow(0, 0, shard.size(0)).copy_(shard);
-  sizes[0] = chunk * ranks;
-  auto all = at::empty(sizes, shard.options());
-  if (all.numel() > 0) all_gather_into_tensor(all.view({-1}), mine.view({-1}), group);
-  return all.narrow(0, 0, rows);
-}
-
 struct Entry {
   std::string name;
   at::Tensor tensor;
   std::shared_ptr<const Layout> layout;  // null for buffers and what is not sharded
+
+  bool is_frozen = false;
 
   std::vector<int64_t> sizes() const { return layout ? layout->sizes() : tensor.sizes().vec(); }
 };
@@ -52,7 +27,8 @@ struct Entry {
 std::vector<Entry> entries_of(const torch::nn::Module& module) {
   std::vector<Entry> entries;
   for (const auto& item : module.named_parameters()) {
-    entries.push_back({item.key(), item.value().detach(), layout_of(item.value())});
+    entries.push_back(
+        {item.key(), item.value().detach(), layout_of(item.value()), /*is_frozen=*/!item.value().requires_grad()});
   }
   for (const auto& item : module.named_buffers()) {
     if (item.value().defined()) entries.push_back({item.key(), item.value().detach(), nullptr});
@@ -60,26 +36,11 @@ std::vector<Entry> entries_of(const torch::nn::Module& module) {
   return entries;
 }
 
-/// The group that all entries' meshes share; null if nothing is sharded.
-GroupPtr group_of(const std::vector<Entry>& entries) {
-  for (const auto& entry : entries) {
-    if (!entry.layout) continue;
-    if (auto group = cutting_group(*entry.layout)) return group;
-  }
-  return nullptr;
-}
-
-bool is_first_of_mesh(const std::vector<Entry>& entries) {
-  for (const auto& entry : entries) {
-    if (entry.layout) return entry.layout->mesh().get_rank() == entry.layout->mesh().ranks().front();
-  }
-  return true;
-}
-
 /// "a, b": names that are in one and not in the other.
-std::string missing_names(const std::vector<Entry>& entries, const ModuleState& state) {
+std::string missing_names(const std::vector<Entry>& entries, const ModuleState& state, bool may_lack_frozen) {
   std::vector<std::string> names;
   for (const auto& entry : entries) {
+    if (entry.is_frozen && may_lack_frozen) continue;
     if (!state.contains(entry.name)) names.push_back(entry.name);
   }
   return join(names, ", ");
@@ -93,9 +54,10 @@ std::string unknown_names(const std::vector<Entry>& entries, ModuleState state) 
 }
 
 /// What is wrong with `state`; empty if nothing is.
-std::string problem_of(const std::vector<Entry>& entries, const ModuleState& state, bool is_strict) {
-  if (is_strict) {
-    const auto missing = missing_names(entries, state);
+std::string problem_of(const std::vector<Entry>& entries, const ModuleState& state,
+                       const LoadFullStateOptions& options) {
+  if (options.strict) {
+    const auto missing = missing_names(entries, state, options.ignore_frozen_params);
     if (!missing.empty()) return str("it lacks ", missing);
     const auto unknown = unknown_names(entries, state);
     if (!unknown.empty()) return str("the module has no ", unknown);
@@ -121,10 +83,13 @@ void take(const Entry& entry, const at::Tensor& whole) {
 ModuleState full_state_dict(const torch::nn::Module& module, const FullStateOptions& options) {
   const at::NoGradGuard no_grad;
   const auto entries = entries_of(module);
-  const bool is_kept = !options.rank0_only || is_first_of_mesh(entries);
+  const bool is_kept = !options.rank0_only || is_first_rank(largest_mesh(module.parameters()));
   ModuleState state;
   for (const auto& entry : entries) {
-    auto whole = entry.layout ? gathered(entry.tensor, *entry.layout) : is_kept ? entry.tensor.clone() : at::Tensor();
+    if (entry.is_frozen && options.ignore_frozen_params) continue;
+    auto whole = entry.layout ? gather_whole(entry.tensor, *entry.layout)
+                 : is_kept    ? entry.tensor.clone()
+                              : at::Tensor();
     if (is_kept) state.emplace(entry.name, options.cpu_offload ? whole.cpu() : whole);
   }
   return state;
@@ -133,9 +98,9 @@ ModuleState full_state_dict(const torch::nn::Module& module, const FullStateOpti
 void load_full_state_dict(torch::nn::Module& module, const ModuleState& state, const LoadFullStateOptions& options) {
   const at::NoGradGuard no_grad;
   const auto entries = entries_of(module);
-  const auto group = options.broadcast_from_rank0 ? group_of(entries) : nullptr;
-  if (!group) {
-    const auto problem = problem_of(entries, state, options.strict);
+  const auto mesh = options.broadcast_from_rank0 ? largest_mesh(module.parameters()) : std::nullopt;
+  if (!mesh) {
+    const auto problem = problem_of(entries, state, options);
     TORCH_CHECK(problem.empty(), "[lockstep/fsdp] the state does not fit the module: ", problem, ".");
     for (const auto& entry : entries) {
       if (const auto found = state.find(entry.name); found != state.end()) take(entry, found->second);
@@ -143,21 +108,109 @@ void load_full_state_dict(torch::nn::Module& module, const ModuleState& state, c
     return;
   }
   // What rank 0 has, or what is wrong with it, told to all before anything is changed.
-  const bool is_source = group->getRank() == 0;
-  auto problem = is_source ? problem_of(entries, state, options.strict) : "";
-  problem = broadcast_object(problem, 0, group);
+  const bool is_source = is_first_rank(mesh);
+  const auto problem = broadcast_over(*mesh, is_source ? problem_of(entries, state, options) : "");
   TORCH_CHECK(problem.empty(), "[lockstep/fsdp] the state of rank 0 does not fit the module: ", problem, ".");
   std::string has;  // a letter per entry: y or n
   for (const auto& entry : entries) has += is_source && state.contains(entry.name) ? 'y' : 'n';
-  has = broadcast_object(has, 0, group);
+  has = broadcast_over(*mesh, has);
   for (std::size_t i = 0; i < entries.size(); ++i) {
     const auto& entry = entries[i];
     if (has.at(i) == 'n') continue;
-    auto whole = is_source ? state.at(entry.name).to(entry.tensor.options()).contiguous()
-                           : at::empty(entry.sizes(), entry.tensor.options());
-    if (whole.numel() > 0) broadcast(whole, 0, group);
+    const auto whole = is_source ? state.at(entry.name).to(entry.tensor.options()).contiguous()
+                                 : at::empty(entry.sizes(), entry.tensor.options());
+    broadcast_over(*mesh, whole);
     take(entry, whole);
   }
 }
 
+ShardedModuleState sharded_state_dict(const torch::nn::Module& module, const ShardedStateOptions& options) {
+  ShardedModuleState state;
+  for (const auto& item : module.named_parameters()) {
+    if (options.ignore_frozen_params && !item.value().requires_grad()) continue;
+    state[item.key()] = {item.value().detach(), sharding_of(item.value())};
+  }
+  for (const auto& item : module.named_buffers()) {
+    if (item.value().defined()) state[item.key()].local = item.value().detach();
+  }
+  return state;
+}
+
+void load_sharded_state_dict(torch::nn::Module& module, const ShardedModuleState& state,
+                             const LoadShardedStateOptions& options) {
+  const auto own = sharded_state_dict(module);
+  for (const auto& [name, given] : state) {
+    const auto found = own.find(name);
+    if (found == own.end() || found->second.sharding == given.sharding) continue;
+    const auto text = [](const ShardedTensor& tensor) {
+      return tensor.sharding ? tensor.sharding->to_string() : std::string("whole");
+    };
+    TORCH_CHECK(false, "[lockstep/fsdp] '", name, "' was saved as ", text(given), "; here it is ", text(found->second),
+                ". Load the parts of all ranks that saved, of which this rank takes its own.");
+  }
+  load_sharded_state_dict(module, std::vector{state}, options);
+}
+
+void load_sharded_state_dict(torch::nn::Module& module, const std::vector<ShardedModuleState>& parts,
+                             const LoadShardedStateOptions& options) {
+  detail::ModuleStateLoader loader(module, options);
+  for (const auto& part : parts) loader.add(part);
+  loader.check();
+  loader.finish();
+}
+
+namespace detail {
+
+struct ModuleStateLoader::Wanted {
+  at::Tensor into;
+  bool may_be_missing;
+  PartialTensor values;
+  bool has_come = false;
+};
+
+ModuleStateLoader::ModuleStateLoader(torch::nn::Module& module, const LoadShardedStateOptions& options)
+    : options_(options) {
+  for (const auto& entry : entries_of(module)) {
+    const auto part = entry.layout ? entry.layout->part() : whole_part(entry.sizes());
+    wanted_.emplace(entry.name,
+                    Wanted{.into = entry.tensor,
+                           .may_be_missing = !options.strict || (entry.is_frozen && options.ignore_frozen_params),
+                           .values = {entry.name, entry.sizes(), part, entry.tensor.options()}});
+  }
+}
+
+ModuleStateLoader::~ModuleStateLoader() = default;
+
+void ModuleStateLoader::add(const ShardedModuleState& part) {
+  for (const auto& [name, tensor] : part) {
+    const auto found = wanted_.find(name);
+    if (found == wanted_.end()) {
+      unknown_.insert(name);
+      continue;
+    }
+    found->second.values.add(tensor);
+    found->second.has_come = true;
+  }
+}
+
+void ModuleStateLoader::check() const {
+  std::vector<std::string> missing;
+  for (const auto& [name, wanted] : wanted_) {
+    if (!wanted.has_come && !wanted.may_be_missing) missing.push_back(name);
+    if (wanted.has_come) wanted.values.finished();
+  }
+  const auto problem = !missing.empty()                       ? str("it lacks ", join(missing, ", "))
+                       : options_.strict && !unknown_.empty() ? str("the module has no ", join(unknown_, ", "))
+                                                              : std::string();
+  TORCH_CHECK(problem.empty(), "[lockstep/fsdp] the state does not fit the module: ", problem, ".");
+}
+
+void ModuleStateLoader::finish() {
+  const at::NoGradGuard no_grad;
+  for (auto& [name, wanted] : wanted_) {
+    if (wanted.has_come) wanted.into.copy_(wanted.values.finished());
+  }
+}
+
+}  // namespace detail
 }  // namespace lockstep

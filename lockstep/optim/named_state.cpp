@@ -12,6 +12,7 @@
 #include "lockstep/optim/optimizers.h"
 #include "lockstep/optim/param_state.h"
 #include "lockstep/optim/rules.h"
+#include "lockstep/state/state_kind.h"
 
 namespace lockstep::optim {
 namespace {
@@ -61,11 +62,6 @@ void with_rule_of(const torch::optim::Optimizer& optimizer, RuleList<Rules...> /
 }
 
 constexpr const char* kStep = "step";
-
-/// libtorch writes slots that are not in use as undefined tensors, Python as None.
-bool is_nothing(const c10::IValue& value) {
-  return value.isNone() || (value.isTensor() && !value.toTensor().defined());
-}
 
 /// libtorch counts steps in integers, Python in tensors.
 int64_t count_of(const c10::IValue& value, const std::string& who) {
@@ -130,7 +126,7 @@ SlotState from_named(const StateShape& shape, const NamedValues& state, const at
     if (slot != nullptr) names.emplace_back(slot);
   }
   for (const auto& [name, value] : state) {
-    if (is_nothing(value)) continue;
+    if (lockstep::detail::is_unused(value)) continue;
     TORCH_CHECK(std::find(names.begin(), names.end(), name) != names.end(), who, " holds '", name,
                 "'. This optimizer knows ", join(names, ", "));
     if (name == kStep) {
@@ -148,7 +144,7 @@ SlotState from_named(const StateShape& shape, const NamedValues& state, const at
   for (std::size_t slot = 0; slot < kSlotCount; ++slot) {
     if (shape.slots[slot] == nullptr) continue;
     const auto found = state.find(shape.slots[slot]);
-    if (found == state.end() || is_nothing(found->second)) continue;
+    if (found == state.end() || lockstep::detail::is_unused(found->second)) continue;
     loaded.slots[slot] = at::empty_like(parameter, {}, at::MemoryFormat::Preserve).copy_(found->second.toTensor());
   }
   if (const auto step = state.find(kStep); step != state.end()) loaded.step = count_of(step->second, who);

@@ -26,16 +26,15 @@ constexpr std::array<TellingName, 8> kTellingNames = {{{"acc_delta", "Adadelta"}
                                                        {"n_iter", "LBFGS"},
                                                        {"momentum_buffer", "SGD"}}};
 
-/// libtorch writes slots that are not in use as undefined tensors, Python as None.
-bool is_unused(const c10::IValue& value) {
-  return value.isNone() || (value.isTensor() && !value.toTensor().defined());
-}
-
 std::string quoted(const std::vector<std::string>& names) {
   return str("'", join(names, "', '"), "'");
 }
 
 }  // namespace
+
+bool is_unused(const c10::IValue& value) {
+  return value.isNone() || (value.isTensor() && !value.toTensor().defined());
+}
 
 std::string kind_of(const NamedValues& state) {
   std::vector<std::string> names;

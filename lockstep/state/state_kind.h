@@ -1,5 +1,5 @@
 // Whose state it is, as far as its names tell: files do not say which optimizer wrote them. Internal to state and
-// optim.
+// the layers above it.
 #pragma once
 
 #include <torch/optim/optimizer.h>
@@ -9,6 +9,9 @@
 #include "lockstep/state/named_values.h"
 
 namespace lockstep::detail {
+
+/// A slot that is not in use: libtorch writes an undefined tensor, Python None.
+bool is_unused(const c10::IValue& value);
 
 /// "state of Adam or AdamW ('exp_avg', 'exp_avg_sq', 'step')".
 std::string kind_of(const NamedValues& state);
