@@ -279,17 +279,6 @@ void ParameterGroup::free_until_backward() {
   kept_ = std::move(parts);
 }
 
-void ParameterGroup::write_back() {
-  const at::NoGradGuard no_grad;
-  const NotIntercepted below;
-  const auto rank = group_->getRank();
-  for (std::size_t i = 0; i < members_.size() && !gathered_.empty(); ++i) {
-    const auto& cut = members_[i].cut;
-    const auto whole = gathered_[i].narrow(0, 0, cut.numel()).view(cut.sizes());
-    members_[i].shard.copy_(whole.narrow(cut.dim(), cut.begin(rank), cut.count(rank)));
-  }
-}
-
 const std::string* ParameterGroup::changed_since_gather() const {
   const auto written = watch_->written();
   for (const auto& member : members_) {

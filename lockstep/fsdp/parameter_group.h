@@ -49,8 +49,6 @@ class ParameterGroup {
   void free();
   /// As free(), but this rank's part for the backward's gather stays if there is a group for that.
   void free_until_backward();
-  /// Brings what the program wrote into the whole parameters into the shards, this rank's part of it.
-  void write_back();
   /// Whether shards were written, or exchanged, since they were gathered last. Names the first one.
   const std::string* changed_since_gather() const;
   /// How many handles required gradients when they were gathered last, and how many there are.

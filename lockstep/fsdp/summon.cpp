@@ -2,6 +2,7 @@
 
 #include <ATen/ops/equal.h>
 #include <c10/core/GradMode.h>
+#include <c10/util/accumulate.h>
 #include <torch/nn/module.h>
 
 #include <string>
@@ -11,6 +12,7 @@
 #include "lockstep/base/str.h"
 #include "lockstep/comm/agreement.h"
 #include "lockstep/fsdp/unit_registry.h"
+#include "lockstep/fsdp/unit_tree.h"
 #include "lockstep/intercept/operator_scope.h"
 #include "lockstep/shard/gather.h"
 #include "lockstep/shard/layout_of.h"
@@ -18,16 +20,21 @@
 namespace lockstep {
 namespace {
 
-/// A parameter while it is whole. Its tensor object stays; for the scope it has other memory.
+/// What a module computes with, while it is whole. The tensor object stays; for the scope it has other memory.
+struct SummonedHandle {
+  at::Tensor values;       // in those of the parameter
+  at::Tensor whole = {};   // the module's member; `values` if there is none any more
+  at::Tensor before = {};  // what the member's memory was
+};
+
+/// A parameter while it is whole: one handle, or all that a flat one consists of.
 struct Summoned {
   std::string name;
   at::Tensor shard;
   std::shared_ptr<const Layout> layout;
-  at::Tensor values = {};           // of the whole parameter
-  at::Tensor gradient = {};         // undefined if not asked for, or if there is none
-  at::Tensor whole = {};            // the module's member; `values` if there is none any more
-  at::Tensor before = {};           // what the member's memory was
-  at::Tensor gradient_before = {};  // not reduced yet, by no_sync()
+  at::Tensor values = {};    // of the whole parameter
+  at::Tensor gradient = {};  // undefined if not asked for, or if there is none
+  std::vector<SummonedHandle> handles = {};
 };
 
 /// Where a module registers a parameter.
@@ -99,12 +106,10 @@ class Summon {
       const auto first = parameters_.size();
       std::string gradients;
       for (const auto& group : unit->groups()) {
-        for (std::size_t i = 0; i < group->count(); ++i) {
-          auto& each = parameters_.emplace_back(
-              Summoned{.name = group->name(i), .shard = group->shard(i), .layout = layout_of(group->shard(i))});
-          each.whole = group->whole(i);
-          check_no_open_gradient(*unit, each);
-          gradients += each.shard.grad().defined() ? 'y' : 'n';
+        for (const auto& member : group->members()) {
+          check_gradients(*unit, member);
+          parameters_.push_back({.name = member.name, .shard = member.shard, .layout = layout_of(member.shard)});
+          gradients += member.shard.grad().defined() ? 'y' : 'n';
         }
       }
       if (options_.with_grads && parameters_.size() > first) {
@@ -112,17 +117,23 @@ class Summon {
         check_same_on_all_ranks(str("which gradients FSDP unit '", unit->name(), "' has"), gradients,
                                 mesh.get_group(mesh.ndim() - 1));
       }
-      for (auto i = first; i < parameters_.size(); ++i) gather(parameters_[i]);
+      auto next = first;
+      for (const auto& group : unit->groups()) {
+        for (const auto& member : group->members()) gather(parameters_[next++], member);
+      }
     }
   }
 
-  void check_no_open_gradient(const Unit& unit, const Summoned& each) const {
-    TORCH_CHECK(!options_.with_grads || !each.whole.defined() || !each.whole.grad().defined(), unit.who(),
-                ": summon_full_params() with with_grads while the gradient of parameter '", each.name,
+  void check_gradients(const Unit& unit, const Member& member) const {
+    if (!options_.with_grads) return;
+    TORCH_CHECK(unit.options().use_orig_params, unit.who(),
+                ": summon_full_params() with with_grads of a flat parameter. Set use_orig_params.");
+    TORCH_CHECK(!member.handles.front().kept_grad.defined(), unit.who(),
+                ": summon_full_params() with with_grads while the gradient of parameter '", member.name,
                 "' waits to be reduced. Run a backward outside of no_sync() first.");
   }
 
-  void gather(Summoned& each) const {
+  void gather(Summoned& each, const Member& member) const {
     auto values = gather_whole(each.shard, *each.layout);
     at::Tensor gradient;
     if (options_.with_grads && each.shard.grad().defined()) gradient = gather_whole(each.shard.grad(), *each.layout);
@@ -130,6 +141,11 @@ class Summon {
     if (options_.rank0_only && mesh.get_rank() != mesh.ranks().front()) return;
     each.values = options_.offload_to_cpu ? values.cpu() : values;
     each.gradient = gradient;
+    for (const auto& handle : member.handles) {
+      const auto elements = c10::multiply_integers(handle.sizes);
+      const auto part = each.values.view({-1}).narrow(0, handle.offset, elements).view(handle.sizes);
+      each.handles.push_back({.values = part.detach(), .whole = handle.tensor()});
+    }
   }
 
   void put_whole() {
@@ -137,17 +153,19 @@ class Summon {
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       auto& each = parameters_[i];
       if (!each.values.defined()) continue;
-      by_shard.emplace(each.shard.unsafeGetTensorImpl(), i);
-      if (each.whole.defined()) {
-        const NotIntercepted below;
-        each.before = each.whole.variable_data();
-        each.whole.set_data(each.values);
-      } else {
-        each.whole = each.values;
+      for (auto& handle : each.handles) {
+        if (handle.whole.defined()) {
+          const NotIntercepted below;
+          handle.before = handle.whole.variable_data();
+          handle.whole.set_data(handle.values);
+        } else {
+          handle.whole = handle.values;
+        }
+        handle.whole.set_requires_grad(each.shard.requires_grad());
+        if (options_.with_grads) handle.whole.mutable_grad() = each.gradient;
       }
-      each.whole.set_requires_grad(each.shard.requires_grad());
-      if (options_.with_grads) each.whole.mutable_grad() = each.gradient;
-      if (!options_.with_grads) each.gradient_before = std::exchange(each.whole.mutable_grad(), {});
+      // A flat parameter stays registered as the shard it is.
+      if (each.handles.size() == 1) by_shard.emplace(each.shard.unsafeGetTensorImpl(), i);
     }
     for (const auto& unit : units_) {
       const auto root = unit->module();
@@ -157,7 +175,7 @@ class Summon {
           const auto found = by_shard.find(item.value().unsafeGetTensorImpl());
           if (found == by_shard.end()) continue;
           registrations_.push_back({module, item.key(), found->second});
-          item.value() = parameters_[found->second].whole;
+          item.value() = parameters_[found->second].handles.front().whole;
         }
       }
     }
@@ -167,17 +185,27 @@ class Summon {
     const at::NoGradGuard no_grad;
     for (const auto& [module, key, index] : registrations_) {
       auto* registered = ModuleAccess::parameters_of(*module).find(key);
-      if (registered != nullptr && registered->is_same(parameters_[index].whole)) {
+      if (registered != nullptr && registered->is_same(parameters_[index].handles.front().whole)) {
         *registered = parameters_[index].shard;
       }
     }
     for (auto& each : parameters_) {
       if (!each.values.defined()) continue;
-      const auto values = each.whole.variable_data();
-      const auto gradient = std::exchange(each.whole.mutable_grad(), each.gradient_before);
-      if (each.before.defined()) {
-        const NotIntercepted below;
-        each.whole.set_data(each.before);
+      at::Tensor gradient;
+      auto values = each.values;
+      for (auto& handle : each.handles) {
+        const auto written = handle.whole.variable_data();
+        gradient = std::exchange(handle.whole.mutable_grad(), {});
+        if (handle.before.defined()) {
+          const NotIntercepted below;
+          handle.whole.set_data(handle.before);
+        }
+        // The program may have exchanged its memory.
+        if (each.handles.size() == 1) {
+          values = written;
+        } else if (!written.is_alias_of(handle.values)) {
+          handle.values.copy_(written);
+        }
       }
       if (!options_.writeback) continue;
       keep_part(each.shard.detach(), *each.layout, values, each.name);

@@ -161,6 +161,9 @@ void UnitTree::begin_operator(Unit& unit, const OperatorCall& call, c10::ArrayRe
   const std::lock_guard lock(mutex_);
   const bool is_recorded = at::GradMode::is_enabled();
   const at::NoGradGuard no_grad;
+  TORCH_CHECK(!unit.is_summoned_ || is_harmless(call.name()), unit.who(), ": ", call.name(),
+              " uses a parameter that is not whole here: summoned with rank0_only, or a view of it from before ",
+              "summon_full_params(). Use the module's own parameters there, on rank 0.");
   if (unit.is_summoned_) return;
   check_access(unit, call, touched);
   TORCH_CHECK(unit.module_count() == 1 || !unit.is_root(), unit.who(),
@@ -211,6 +214,7 @@ void UnitTree::make_whole(Unit& unit) {
 }
 
 void UnitTree::launch_gather(Unit& unit) {
+  if (unit.is_summoned_) return;
   if (!is_order_known_ && is_debugging()) check_order(unit);
   for (const auto& group : unit.groups_) group->launch_gather(pass_ == Pass::kBackward);
   unit.memory_ = Unit::Memory::kGathering;
@@ -275,6 +279,8 @@ void UnitTree::prefetch(const Unit& unit) {
 
 void UnitTree::on_gradient(Unit& unit) {
   const std::lock_guard lock(mutex_);
+  TORCH_CHECK(!unit.is_summoned_, unit.who(), ": a backward inside of a summon_full_params() scope. Its gradients ",
+              "would be lost: close the scope first.");
   enter_pass();
   ++unit.arrived_;
   std::size_t trainable = 0;
@@ -480,29 +486,19 @@ void UnitTree::backward(const at::Tensor& loss, double weight) {
   }
 }
 
-void UnitTree::summon(Unit& unit) {
+void UnitTree::begin_summon(Unit& unit) {
   const std::lock_guard lock(mutex_);
-  TORCH_CHECK(!is_backward_running() && unit.users_ == 0, unit.who(),
-              ": summon_full_params() inside of forward or backward. Open it between steps.");
-  TORCH_CHECK(!unit.options_.mp_policy.param_dtype, unit.who(), ": summon_full_params() would show parameters in ",
-              *unit.options_.mp_policy.param_dtype, " and lose what that cannot hold. Change the shards in ",
-              "parameters() instead.");
+  TORCH_CHECK(!is_backward_running(), unit.who(),
+              ": summon_full_params() inside of a backward. Open it between steps.");
   TORCH_CHECK(!unit.is_summoned_, unit.who(), ": summon_full_params() inside of another one. One scope is enough.");
-  if (unit.memory_ != Unit::Memory::kSharded) {
-    make_whole(unit);
-    if (changed_parameter(unit) != nullptr) free(unit);
-  }
-  make_whole(unit);
+  if (unit.memory_ == Unit::Memory::kGathering) make_whole(unit);
+  free(unit);
   unit.is_summoned_ = true;
 }
 
-void UnitTree::end_summon(Unit& unit, bool writeback) {
+void UnitTree::end_summon(Unit& unit) noexcept {
   const std::lock_guard lock(mutex_);
   unit.is_summoned_ = false;
-  if (writeback) {
-    for (const auto& group : unit.groups_) group->write_back();
-  }
-  free(unit);
 }
 
 }  // namespace lockstep::detail

@@ -46,9 +46,9 @@ class UnitTree : public std::enable_shared_from_this<UnitTree> {
   void backward(const at::Tensor& loss, double weight);
   /// Waits, frees and forgets what a step that threw has left behind.
   void reset();
-  /// While summoned, whole parameters may be written; afterwards the local part of that is kept if `writeback`.
-  void summon(Unit& unit);
-  void end_summon(Unit& unit, bool writeback);
+  /// While summoned, whole parameters have memory of the program's (fsdp/summon.h), and the unit leaves them alone.
+  void begin_summon(Unit& unit);
+  void end_summon(Unit& unit) noexcept;
   bool is_idle() const;
   /// No operator has touched it yet.
   bool is_unused() const { return !is_started_; }

@@ -7,7 +7,7 @@
 #include "lockstep/shard/layout_of.h"
 #include "tests/support/ddp_models.h"
 
-namespace lockstep::fsdp_models {
+namespace lockstep::fsdp_state_models {
 
 struct BlockImpl : torch::nn::Module {
   explicit BlockImpl(int64_t width)
@@ -110,4 +110,4 @@ inline void expect_same_model(const torch::nn::Module& actual, const torch::nn::
   }
 }
 
-}  // namespace lockstep::fsdp_models
+}  // namespace lockstep::fsdp_state_models

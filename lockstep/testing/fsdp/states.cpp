@@ -82,7 +82,9 @@ void zero_model(torch::nn::Module& model, const ZeroModelOptions& options) {
     for (const auto& [name, unit] : found_units(model)) {
       const auto summoned = FsdpUnit(unit).summon_full_params({.recurse = false});
       for (const auto& group : unit->groups()) {
-        for (std::size_t i = 0; i < group->count(); ++i) group->whole(i).zero_();
+        for (const auto& member : group->members()) {
+          for (const auto& handle : member.handles) handle.tensor().zero_();
+        }
       }
     }
   }
@@ -148,12 +150,14 @@ void check_units(const torch::nn::Module& model, const std::string& what,
 void check_units_are_idle(const torch::nn::Module& model) {
   for (const auto& each : found_units(model)) {
     for (const auto& group : each.unit->groups()) {
-      for (std::size_t i = 0; i < group->count(); ++i) {
-        const auto whole = group->whole(i);
-        if (!whole.defined()) continue;
-        const auto what = str("parameter '", group->name(i), "' of ", each.describe());
-        if (whole.storage().nbytes() > 0) throw CheckFailure(str(what, " is still whole after the step"));
-        if (whole.grad().defined()) throw CheckFailure(str(what, " has a gradient that was not reduced"));
+      for (const auto& member : group->members()) {
+        for (const auto& handle : member.handles) {
+          const auto whole = handle.tensor();
+          if (!whole.defined()) continue;
+          const auto what = str("parameter '", handle.name, "' of ", each.describe());
+          if (whole.storage().nbytes() > 0) throw CheckFailure(str(what, " is still whole after the step"));
+          if (whole.grad().defined()) throw CheckFailure(str(what, " has a gradient that was not reduced"));
+        }
       }
     }
   }

@@ -7,11 +7,11 @@
 #include "lockstep/fsdp/optimizer_state.h"
 #include "lockstep/optim/optimizers.h"
 #include "lockstep/state/optimizer_state.h"
-#include "tests/support/fsdp_models.h"
+#include "tests/support/fsdp_state_models.h"
 
 namespace lockstep::fsdp_optimizer_state_test {
 
-using namespace fsdp_models;
+using namespace fsdp_state_models;
 using testing::expect_error;
 
 using OptimizerPtr = std::shared_ptr<torch::optim::Optimizer>;

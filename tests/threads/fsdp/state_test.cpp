@@ -6,11 +6,11 @@
 #include "lockstep/fsdp/sharded_files.h"
 #include "lockstep/testing/recorder.h"
 #include "lockstep/testing/temp_dir.h"
-#include "tests/support/fsdp_models.h"
+#include "tests/support/fsdp_state_models.h"
 
 namespace lockstep::fsdp_state_test {
 
-using namespace fsdp_models;
+using namespace fsdp_state_models;
 using testing::expect_error;
 
 void on_ranks(int world_size, const std::function<void(const World&)>& body) {

@@ -4,11 +4,11 @@
 #include <torch/nn/init.h>
 
 #include "lockstep/optim/grad_scaler.h"
-#include "tests/support/fsdp_models.h"
+#include "tests/support/fsdp_state_models.h"
 
 namespace lockstep::summon_test {
 
-using namespace fsdp_models;
+using namespace fsdp_state_models;
 using testing::expect_error;
 
 void on_ranks(int world_size, const std::function<void(const World&)>& body) {
