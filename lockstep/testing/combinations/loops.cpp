@@ -43,7 +43,7 @@ const std::vector<Loop>& loops() {
       {"gradient penalty",
        "auto value = loss(ddp(a.requires_grad_()));\nauto slope = grad({value}, {a}, {}, true, "
        "/*create_graph=*/true)[0];\n"
-       "(value + 0.1 * slope.pow(2).sum()).backward();",
+       "(value + 0.02 * slope.pow(2).sum()).backward();",
        [](Trainer& t) { t.backward(t.loss_with_input_penalty()); }},
       {"module throws",
        "try { ddp(a); /* throws in steps 0 and 4 */ } catch (…) { optimizer.zero_grad(); }\nloss(ddp(a)).backward();",

@@ -188,9 +188,11 @@ AnyNet any_net() {
   const auto wrap = [net](const DdpOptions& options) {
     const auto ddp = std::make_shared<DistributedDataParallel<std::shared_ptr<N>>>(net, options);
     auto* inside = ddp.get();
-    return AnyDdp{.wrapper = ddp, .base = inside, .forward = [inside](const at::Tensor& input, int64_t choice) {
-                    return one_tensor((*inside)(input, choice));
-                  }};
+    return AnyDdp{
+        .wrapper = ddp,
+        .base = inside,
+        .group = options.process_group.value_or(nullptr),
+        .forward = [inside](const at::Tensor& input, int64_t choice) { return one_tensor((*inside)(input, choice)); }};
   };
   return {.net = net,
           .forward = [net = net.get()](const at::Tensor& input,

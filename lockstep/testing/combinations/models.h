@@ -6,11 +6,13 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "lockstep/ddp/ddp_base.h"
+#include "lockstep/fsdp/fully_shard.h"
 
 namespace lockstep::testing::combinations {
 
@@ -35,9 +37,12 @@ struct Net : torch::nn::Module {
 /// The module's forward, its output made one tensor. `choice` is for kinds with branches.
 using Forward = std::function<at::Tensor(const at::Tensor& input, int64_t choice)>;
 
+/// What makes ranks train together: a DistributedDataParallel, or units of fully_shard().
 struct AnyDdp {
   std::shared_ptr<torch::nn::Module> wrapper = nullptr;
-  DdpBase* base = nullptr;
+  DdpBase* base = nullptr;                      // null for units
+  std::optional<FsdpUnit> root = std::nullopt;  // none for a wrapper
+  GroupPtr group = nullptr;
   Forward forward = nullptr;
 };
 

@@ -30,7 +30,11 @@ std::string text_of(const Program& program) {
   std::string text =
       str("auto net = std::make_shared<", kind.type, ">();  // rank of ", world_size, "; see models.cpp\n");
   if (kind.name == "two models") text += "// and a Generator the same way, with the loop of libtorch's DCGAN\n";
-  text += str("DistributedDataParallel ddp(net, group, {", wrapper.options, "});\n", indented(wrapper.text, 0));
+  text += wrapper.is_sharded
+              ? str("for (auto& child : net->children()) fully_shard(*child, {", wrapper.options,
+                    "});  // but not those with tied parameters\nauto root = fully_shard(net, {", wrapper.options,
+                    "}); auto& ddp = *net;\n")
+              : str("DistributedDataParallel ddp(net, group, {", wrapper.options, "});\n", indented(wrapper.text, 0));
   text += str("const auto sgd = SGDOptions(0.1)", kind.is_sparse ? "" : ".momentum(0.9).weight_decay(0.01)", ";\n");
   text += way.text + "\nfor (int epoch = 0; epoch < 2; ++epoch) {\n";
   const auto joinables = way.name == "plain" || way.overlap ? "{&ddp}" : "{&ddp, &optimizer}";

@@ -52,6 +52,9 @@ struct Wrapper {
   std::string text = "";
   std::function<void(DdpOptions& options, const Net& net)> set = [](DdpOptions&, const Net&) {};
   std::function<void(const AnyDdp& ddp)> after = [](const AnyDdp&) {};
+  /// Units of fully_shard() in place of a wrapper.
+  bool is_sharded = false;
+  bool reshards_after_forward = true;
   /// How far parameters may be from those of one process, relative to 1 and to themselves.
   double tolerance = 2e-5;
 };

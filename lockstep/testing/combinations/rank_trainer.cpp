@@ -1,13 +1,19 @@
 // A program on a rank: trained, compared with the one process after every step, and judged.
 #include <c10/util/hash.h>
 
+#include <algorithm>
+#include <map>
 #include <sstream>
 
 #include "lockstep/base/str.h"
+#include "lockstep/comm/collectives.h"
 #include "lockstep/comm/failure.h"
 #include "lockstep/comm/objects.h"
 #include "lockstep/comm/threads/thread_backend.h"
+#include "lockstep/fsdp/optimizer_state.h"
 #include "lockstep/join/join.h"
+#include "lockstep/shard/gather.h"
+#include "lockstep/shard/layout_of.h"
 #include "lockstep/testing/combinations/trainer.h"
 #include "lockstep/testing/run.h"
 
@@ -55,7 +61,14 @@ class RankTrainer : public Trainer {
   void penalize_weights() override { weight_penalty().backward(); }
   void without_sync(const std::function<void()>& body) override {
     std::vector<std::unique_ptr<NoSyncGuard>> guards;
-    for (auto& each : parts_) guards.push_back(std::make_unique<NoSyncGuard>(each.ddp.base->engine()));
+    std::vector<std::unique_ptr<FsdpNoSync>> of_units;
+    for (auto& each : parts_) {
+      if (each.ddp.root) {
+        of_units.emplace_back(new FsdpNoSync(each.ddp.root->no_sync()));
+      } else {
+        guards.push_back(std::make_unique<NoSyncGuard>(each.ddp.base->engine()));
+      }
+    }
     body();
   }
   void backward_with(Fault fault) override {
@@ -65,6 +78,7 @@ class RankTrainer : public Trainer {
 
  protected:
   void wrap(Part& part) override {
+    if (program_.wrapper.is_sharded) return shard(part);
     DdpOptions options{.process_group = world_.group(), .bucket_cap_mb = kSmallBuckets};
     program_.wrapper.set(options, *part.model.net);
     if (program_.way.overlap) {
@@ -78,6 +92,21 @@ class RankTrainer : public Trainer {
   }
   AnyOptimizer made_optimizer(const std::vector<at::Tensor>& parameters, const Part& part) override {
     return program_.way.make(parameters, program_.kind, part.ddp);
+  }
+  void resume(Part& part, const AnyNet& fresh) override {
+    if (!program_.wrapper.is_sharded) return Trainer::resume(part, fresh);
+    const auto model = full_state_dict(*part.model.net);
+    const auto optimizer = full_optimizer_state_dict(*part.model.net, *part.optimizer.optimizer);
+    part = {.model = fresh, .first = part.first};
+    wrap(part);
+    load_full_state_dict(*part.model.net, model);
+    make_optimizer(part);
+    // Some branches have not been taken.
+    load_full_optimizer_state_dict(*part.model.net, *part.optimizer.optimizer, optimizer, {.strict = false});
+  }
+  at::Tensor whole(const at::Tensor& parameter) const override {
+    const auto layout = layout_of(parameter);
+    return layout ? gather_whole(parameter, *layout) : parameter;
   }
   std::string saved(const AnyOptimizer& optimizer) override {
     if (optimizer.zero == nullptr) return saved_optimizer(*optimizer.optimizer);
@@ -94,6 +123,7 @@ class RankTrainer : public Trainer {
   bool counts_buffers() const override { return rank_ == leader(); }
 
  private:
+  void shard(Part& part);
   void fail_once(Fault fault);
   void compare(int step);
 
@@ -104,6 +134,27 @@ class RankTrainer : public Trainer {
   bool has_run_out_ = false;  // of inputs, in a Join scope
   std::vector<std::string> hashes_ = std::vector<std::string>(kSteps);
 };
+
+void RankTrainer::shard(Part& part) {
+  auto& net = *part.model.net;
+  if (!unit_of(net)) {  // else it is refused, with its parameters as they are
+    const at::NoGradGuard no_grad;
+    for (auto& each : net.parameters()) broadcast(each, 0, world_.group());
+    for (auto& each : net.buffers()) broadcast(each, 0, world_.group());
+  }
+  const FullyShardOptions options{.mesh = DeviceMesh::from_group(world_.group(), "cpu"),
+                                  .reshard_after_forward = program_.wrapper.reshards_after_forward};
+  // A parameter is in one unit, also if it has two names.
+  std::map<const void*, int> names;
+  for (const auto& each : net.parameters()) ++names[each.unsafeGetTensorImpl()];
+  for (const auto& child : net.children()) {
+    const auto of_child = child->parameters();
+    const bool is_unit = std::all_of(of_child.begin(), of_child.end(),
+                                     [&](const at::Tensor& each) { return names[each.unsafeGetTensorImpl()] == 1; });
+    if (is_unit && !unit_of(*child)) fully_shard(*child, options);
+  }
+  part.ddp = {.root = fully_shard(net, options), .group = world_.group(), .forward = part.model.forward};
+}
 
 void RankTrainer::fail_once(Fault fault) {
   part().model.net->fault = fault;
@@ -153,12 +204,12 @@ void RankTrainer::compare(int step) {
   const auto off = difference(now, expected_[static_cast<std::size_t>(step) + 1], program_.wrapper.tolerance);
   if (!off.empty()) throw CheckFailure(str("rank ", rank_, ", after step ", step, ": ", off));
   std::size_t hash = 1;
-  for (const auto& each : parts_) {
-    for (const auto& parameter : each.model.net->parameters()) {
-      const auto values = parameter.detach().contiguous();
-      const std::string bytes(static_cast<const char*>(values.const_data_ptr()), values.nbytes());
-      hash = c10::hash_combine(hash, std::hash<std::string>()(bytes));
-    }
+  std::size_t parameters = 0;  // buffers, behind them, are not everywhere
+  for (const auto& each : parts_) parameters += each.model.net->parameters().size();
+  for (std::size_t i = 0; i < parameters; ++i) {
+    const auto values = now[i].second.contiguous();
+    const std::string bytes(static_cast<const char*>(values.const_data_ptr()), values.nbytes());
+    hash = c10::hash_combine(hash, std::hash<std::string>()(bytes));
   }
   hashes_[static_cast<std::size_t>(step)] = str(hash);
 }

@@ -15,6 +15,10 @@ constexpr const char* kUndelayed =
 /// Not one backward for one forward.
 constexpr const char* kOtherForwards =
     "loop=several forwards|forward for the log|no_sync after synced|module throws|loss throws|backward throws";
+constexpr const char* kUnpenalized =
+    "loop=simple|accumulate|accumulate synced|several forwards|forward for the log|evaluation between|weighted|"
+    "gradient penalty|module throws|loss throws|backward throws|skipped step|no_sync after synced";
+constexpr const char* kSharded = "wrapper=fully_shard|fully_shard kept";
 constexpr const char* kMismatch = "All ranks must make the same calls in the same order";
 
 }  // namespace
@@ -72,7 +76,8 @@ std::vector<Rule> program_rules() {
        .kind = kSenseless},
 
       // Division of single parameters.
-      {.when = {"way=elements", "model=sparse"}, .text = "is sparse"},
+      // Together with a penalty's gradient it is dense.
+      {.when = {"way=elements", "model=sparse", kUnpenalized}, .text = "is sparse"},
       {.when = {"way=parameters|bucket views|elements|gradients|overlap|interleaved", "model=shared storage"},
        .text = "share"},
 
@@ -97,6 +102,22 @@ std::vector<Rule> program_rules() {
        .is_late = true},
       {.when = {"inputs=uneven", "world=2|3", "wrapper=static_graph", "model=branches by rank"},
        .text = "a branch that only ranks without inputs take is not in every step",
+       .kind = kSenseless},
+
+      // Units of fully_shard() (docs/fsdp.md).
+      {.when = {kSharded, "way=replicated|parameters|bucket views|elements"}, .text = "is a shard already"},
+      {.when = {kSharded, "way=gradients|overlap|interleaved"},
+       .text = "these live in DDP's buckets",
+       .kind = kSenseless},
+      {.when = {kSharded, "loop=weighted"}, .text = "there is no weighted backward of units", .kind = kSenseless},
+      {.when = {kSharded, "inputs=uneven"}, .text = "units take no part in Join yet", .kind = kSenseless},
+      {.when = {kSharded, "event=wrap again|unfreeze and wrap again"}, .text = "is sharded already"},
+      {.when = {kSharded, "model=sparse"}, .text = "is sparse, which cannot be sharded"},
+      {.when = {kSharded, "model=shared storage"},
+       .text = "each parameter gets memory of its own, which is not refused yet",
+       .kind = kSenseless},
+      {.when = {kSharded, "model=branches by rank", "world=2|3"},
+       .text = "ranks that gather different units at a time are not told yet",
        .kind = kSenseless},
 
       // Ways to reduce.

@@ -126,7 +126,7 @@ at::Tensor Trainer::loss_with_input_penalty() {
   const auto loss = loss_of(data);
   const auto gradient = torch::autograd::grad({loss}, {data}, /*grad_outputs=*/{}, /*retain_graph=*/true,
                                               /*create_graph=*/true)[0];
-  return loss + 0.1 * gradient.pow(2).sum();
+  return loss + 0.02 * gradient.pow(2).sum();
 }
 
 at::Tensor Trainer::weight_penalty() {
@@ -205,45 +205,53 @@ void Trainer::wrap_again() {
 
 void Trainer::save_and_resume() {
   const auto fresh = make_nets(program_.kind, kOtherSeed);
-  for (std::size_t i = 0; i < parts_.size(); ++i) {
-    auto& each = parts_[i];
-    const auto model_file = saved_model(each.model);
-    const auto optimizer_file = saved(each.optimizer);
-    each.optimizer = {};
-    each.ddp = {};
-    each.model = fresh[i];
-    load(each.model, model_file);
-    wrap(each);
-    make_optimizer(each);
-    load(*each.optimizer.optimizer, optimizer_file);
-  }
+  for (std::size_t i = 0; i < parts_.size(); ++i) resume(parts_[i], fresh[i]);
+}
+
+void Trainer::resume(Part& part, const AnyNet& fresh) {
+  const auto model_file = saved_model(part.model);
+  const auto optimizer_file = saved(part.optimizer);
+  part = {.model = fresh, .first = part.first};
+  load(part.model, model_file);
+  wrap(part);
+  make_optimizer(part);
+  load(*part.optimizer.optimizer, optimizer_file);
 }
 
 namespace {
 
-void add_to(Snapshot& result, const std::string& prefix, const torch::OrderedDict<std::string, at::Tensor>& tensors) {
-  for (const auto& each : tensors) result.emplace_back(prefix + each.key(), each.value().detach().clone());
+at::Tensor copy_of(const at::Tensor& tensor) {
+  return tensor.detach().clone();
+}
+
+void add_to(Snapshot& result, const std::string& prefix, const torch::OrderedDict<std::string, at::Tensor>& tensors,
+            const std::function<at::Tensor(const at::Tensor&)>& take) {
+  for (const auto& each : tensors) result.emplace_back(prefix + each.key(), take(each.value()));
 }
 
 }  // namespace
 
-Snapshot Trainer::parameters() const {
+Snapshot Trainer::parameters_by(const std::function<at::Tensor(const at::Tensor&)>& take) const {
   Snapshot result;
   for (std::size_t i = 0; i < parts_.size(); ++i) {
     add_to(result,
            parts_.size() == 1 ? ""
            : i == 0           ? "discriminator."
                               : "generator.",
-           parts_[i].model.net->named_parameters());
+           parts_[i].model.net->named_parameters(), take);
   }
   return result;
 }
 
+Snapshot Trainer::parameters() const {
+  return parameters_by(copy_of);
+}
+
 Snapshot Trainer::snapshot() const {
-  auto result = parameters();
+  auto result = parameters_by([&](const at::Tensor& parameter) { return copy_of(whole(parameter)); });
   // At the end: only one rank has them.
   for (std::size_t i = 0; counts_buffers() && i < parts_.size(); ++i) {
-    add_to(result, "", parts_[i].model.net->named_buffers());
+    add_to(result, "", parts_[i].model.net->named_buffers(), copy_of);
   }
   return result;
 }

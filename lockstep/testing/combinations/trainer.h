@@ -76,11 +76,17 @@ class Trainer {
   Part& part() { return parts_[part_]; }
   void zero_grad();
   at::Tensor weight_penalty();
+  /// What this rank has of them.
   Snapshot parameters() const;
-  /// Parameters, and buffers if they count.
+  /// Whole parameters, and buffers if they count.
   Snapshot snapshot() const;
 
+  void make_optimizer(Part& part);
   virtual void wrap(Part& part) = 0;
+  /// Makes all of `part` anew, of `fresh`, and gives it the state it had.
+  virtual void resume(Part& part, const AnyNet& fresh);
+  /// All of a parameter, of which this rank may have a part. Collective then.
+  virtual at::Tensor whole(const at::Tensor& parameter) const { return parameter; }
   virtual AnyOptimizer made_optimizer(const std::vector<at::Tensor>& parameters, const Part& part) = 0;
   /// The optimizer's state as a file.
   virtual std::string saved(const AnyOptimizer& optimizer) = 0;
@@ -111,7 +117,7 @@ class Trainer {
 
  private:
   at::Tensor loss_of(const at::Tensor& input);
-  void make_optimizer(Part& part);
+  Snapshot parameters_by(const std::function<at::Tensor(const at::Tensor&)>& take) const;
 };
 
 std::string saved_optimizer(const torch::optim::Optimizer& optimizer);

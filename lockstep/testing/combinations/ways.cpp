@@ -26,8 +26,8 @@ AnyOptimizer plain(const std::vector<at::Tensor>& parameters, const ModelKind& k
 Way zero_way(const std::string& name, const std::string& text, const ZeroOptions& options) {
   const auto make = [options](const std::vector<at::Tensor>& parameters, const ModelKind& kind, const AnyDdp& ddp) {
     auto own = options;
-    own.process_group = ddp.base->process_group();
-    own.ddp = *ddp.base;
+    own.process_group = ddp.group;
+    if (ddp.base != nullptr) own.ddp = *ddp.base;
     const auto zero = std::make_shared<ZeroRedundancyOptimizer<SGD>>(parameters, sgd_for(kind), own);
     return AnyOptimizer{.optimizer = zero, .zero = zero.get()};
   };
@@ -113,6 +113,11 @@ const std::vector<Wrapper>& wrappers() {
       {.name = "delayed",
        .options = ".delay_all_reduce_named_params = net->last_layer(), .param_to_hook_all_reduce = net->first->weight",
        .set = set_delayed},
+      {.name = "fully_shard", .options = "", .is_sharded = true},
+      {.name = "fully_shard kept",
+       .options = ".reshard_after_forward = false",
+       .is_sharded = true,
+       .reshards_after_forward = false},
   };
   return all;
 }
