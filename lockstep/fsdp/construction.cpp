@@ -14,6 +14,7 @@
 #include "lockstep/comm/world.h"
 #include "lockstep/fsdp/unit_registry.h"
 #include "lockstep/intercept/deferred_init.h"
+#include "lockstep/nn/module_access.h"
 #include "lockstep/nn/module_tensors.h"
 #include "lockstep/shard/layout_of.h"
 
@@ -265,6 +266,11 @@ std::vector<std::pair<DeviceMesh, WholeParameter>> parameters_in(const Below& be
   for_each_state(below, options, [&](const std::string& name, const at::Tensor& tensor, bool is_buffer) {
     if (is_buffer) return;
     check_parameter(name, tensor, rank);
+    const auto sharer = sharer_of(tensor);
+    TORCH_CHECK(
+        !sharer, "[lockstep/fsdp] rank ", rank, ": parameters '", sharer.value_or(""), "' and '", name,
+        "' share memory and are two tensors, which would part when they are cut. Make them one: ", "tie_parameter().");
+    remember_memory(name, tensor);
     const auto [mesh, dim] = placement_of(name, tensor, options);
     parameters.push_back({mesh, {name, tensor, dim}});
   });

@@ -127,6 +127,8 @@ class FsdpUnit {
   at::Tensor clip_grad_norm_(double max_norm, double norm_type = 2.0);
 
  private:
+  friend class FsdpJoinable;
+
   void check_one_mesh(const char* what) const;
   static std::vector<std::weak_ptr<detail::Unit>> in_tree_of(const detail::Unit& unit,
                                                              const std::vector<FsdpUnit>& units);

@@ -37,9 +37,13 @@ struct Member {
   std::vector<WholeHandle> handles;
   int64_t offset = 0;  // of its shard in the group's flat buffer
   at::Tensor shard = {};
-  const void* address = nullptr;  // of the shard there
+  const void* address = nullptr;              // of the shard there
+  const c10::StorageImpl* storage = nullptr;  // that buffer: empty shards have no address
 
-  bool is_in_place() const { return shard.unsafeGetTensorImpl()->data() == address; }
+  bool is_in_place() const {
+    const auto& impl = *shard.unsafeGetTensorImpl();
+    return impl.unsafe_storage().unsafeGetStorageImpl() == storage && impl.data() == address;
+  }
 };
 
 }  // namespace lockstep::detail

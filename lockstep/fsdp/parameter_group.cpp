@@ -139,6 +139,7 @@ void ParameterGroup::cut(Member& member, const at::Tensor& value) {
     set_layout(place, layout_on(mesh_, member.cut));
   }
   member.address = member.shard.unsafeGetTensorImpl()->data();
+  member.storage = shards_.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
 }
 
 void ParameterGroup::check_taken_back(const Member& member) const {

@@ -35,6 +35,7 @@ class ParameterGroup {
   const std::vector<Member>& members() const { return members_; }
   const DeviceMesh& mesh() const { return mesh_; }
   at::Device device() const { return device_; }
+  int64_t ranks() const { return group_->getSize(); }
   GradientReduction& gradients() { return gradients_; }
   /// In errors and events.
   void set_unit_name(const std::string& name);
@@ -51,7 +52,9 @@ class ParameterGroup {
   void free_until_backward();
   /// Whether shards were written, or exchanged, since they were gathered last. Names the first one.
   const std::string* changed_since_gather() const;
-  /// How many handles required gradients when they were gathered last, and how many there are.
+  /// Lets whole parameters require gradients as their shards do: those may be frozen or thawed between passes.
+  void follow_requires_grad();
+  /// How many handles required gradients then, and how many there are.
   std::size_t trainable_count() const { return trainable_count_; }
   std::size_t handle_count() const { return handle_count_; }
   /// Bytes of the shards, and of all whole parameters with their padding.
@@ -64,8 +67,6 @@ class ParameterGroup {
   void take_back_shards();
   void check_taken_back(const Member& member) const;
   void rebuild(const at::TensorOptions& options);
-  /// Lets whole parameters require gradients as their shards do: those may be frozen or thawed any time.
-  void follow_requires_grad();
   /// The shards as they are gathered: in the compute dtype, on the compute device.
   at::Tensor gather_source() const;
   void launch_gather_between();

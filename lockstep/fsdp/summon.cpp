@@ -14,6 +14,7 @@
 #include "lockstep/fsdp/unit_registry.h"
 #include "lockstep/fsdp/unit_tree.h"
 #include "lockstep/intercept/operator_scope.h"
+#include "lockstep/nn/module_access.h"
 #include "lockstep/shard/gather.h"
 #include "lockstep/shard/layout_of.h"
 

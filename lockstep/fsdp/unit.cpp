@@ -22,8 +22,8 @@ class GradientArrived final : public torch::autograd::PostAccumulateGradHook {
  public:
   explicit GradientArrived(std::weak_ptr<Unit> unit) : unit_(std::move(unit)) {}
 
-  void operator()(const at::Tensor& /*parameter*/) override {
-    if (const auto unit = unit_.lock()) unit->tree().on_gradient(*unit);
+  void operator()(const at::Tensor& parameter) override {
+    if (const auto unit = unit_.lock()) unit->tree().on_gradient(*unit, parameter);
   }
 
  private:

@@ -3,8 +3,11 @@
 #include <torch/nn/modules/container/moduledict.h>
 #include <torch/nn/modules/container/modulelist.h>
 
+#include <cstddef>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
+#include <vector>
 
 namespace lockstep::detail {
 namespace {
@@ -19,8 +22,18 @@ struct CastBuffer {
   at::ScalarType dtype;
 };
 
+/// Some bytes of a storage, which lives as long as another tensor is on it.
+struct FormerMemory {
+  std::string name;
+  c10::weak_intrusive_ptr<c10::TensorImpl> parameter;
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+  const std::byte* begin;
+  const std::byte* end;
+};
+
 struct UnitRegistry {
-  std::mutex mutex;  // guards both
+  std::mutex mutex;  // guards all
+  std::vector<FormerMemory> memory;
   std::unordered_map<const torch::nn::Module*, Registered> units;
   std::unordered_map<const c10::TensorImpl*, CastBuffer> buffers;
 };
@@ -45,6 +58,32 @@ UnitPtr find_unit(const torch::nn::Module& module) {
   const auto found = registry.units.find(&module);
   if (found == registry.units.end() || found->second.module.expired()) return nullptr;
   return found->second.unit.lock();
+}
+
+void remember_memory(const std::string& name, const at::Tensor& parameter) {
+  if (parameter.numel() == 0) return;
+  auto& registry = unit_registry();
+  const std::lock_guard lock(registry.mutex);
+  std::erase_if(registry.memory, [](const auto& former) { return former.storage.expired(); });
+  const auto* begin = static_cast<const std::byte*>(parameter.const_data_ptr());
+  auto storage = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(parameter.storage().unsafeGetStorageImpl());
+  registry.memory.push_back({name, c10::weak_intrusive_ptr<c10::TensorImpl>(parameter.getIntrusivePtr()),
+                             c10::weak_intrusive_ptr<c10::StorageImpl>(storage), begin, begin + parameter.nbytes()});
+}
+
+std::optional<std::string> sharer_of(const at::Tensor& parameter) {
+  if (parameter.numel() == 0) return std::nullopt;
+  auto& registry = unit_registry();
+  const std::lock_guard lock(registry.mutex);
+  const auto* begin = static_cast<const std::byte*>(parameter.const_data_ptr());
+  const auto* storage = parameter.storage().unsafeGetStorageImpl();
+  for (const auto& former : registry.memory) {
+    if (former.storage.expired() || former.storage._unsafe_get_target() != storage) continue;
+    // Its own, of a fully_shard() that was refused.
+    if (former.parameter._unsafe_get_target() == parameter.unsafeGetTensorImpl()) continue;
+    if (begin < former.end && former.begin < begin + parameter.nbytes()) return former.name;
+  }
+  return std::nullopt;
 }
 
 void set_original_dtype(const at::Tensor& buffer, at::ScalarType dtype) {

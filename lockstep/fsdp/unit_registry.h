@@ -6,6 +6,7 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 
 #include "lockstep/fsdp/unit.h"
 
@@ -15,19 +16,16 @@ void register_unit(const std::shared_ptr<torch::nn::Module>& module, const UnitP
 /// Null if it is none.
 UnitPtr find_unit(const torch::nn::Module& module);
 
+/// The memory a parameter has before it is sharded. Whoever shares it later is no part of the parameter any more: the
+/// name of the one that had it, or nothing.
+void remember_memory(const std::string& name, const at::Tensor& parameter);
+std::optional<std::string> sharer_of(const at::Tensor& parameter);
+
 /// The dtype a buffer had before a policy changed it; none if it was not changed.
 void set_original_dtype(const at::Tensor& buffer, at::ScalarType dtype);
 std::optional<at::ScalarType> original_dtype_of(const at::Tensor& buffer);
 
 /// Whether it has a forward: lists and dicts of modules have none.
 bool can_be_called(const torch::nn::Module& module);
-
-/// The registered parameters, which the module's members are handles to as well until one of them is replaced.
-struct ModuleAccess : torch::nn::Module {
-  static torch::OrderedDict<std::string, at::Tensor>& parameters_of(torch::nn::Module& module) {
-    constexpr auto kMember = &ModuleAccess::parameters_;
-    return module.*kMember;
-  }
-};
 
 }  // namespace lockstep::detail

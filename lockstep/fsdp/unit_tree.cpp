@@ -1,6 +1,7 @@
 #include "lockstep/fsdp/unit_tree.h"
 
 #include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -14,6 +15,7 @@
 #include "lockstep/base/observer.h"
 #include "lockstep/base/str.h"
 #include "lockstep/comm/collectives.h"
+#include "lockstep/comm/failure_notice.h"
 #include "lockstep/comm/objects.h"
 #include "lockstep/fsdp/unit_registry.h"
 #include "lockstep/intercept/operator_call.h"
@@ -45,6 +47,30 @@ const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
 /// Writes that leave values alone.
 bool is_harmless(const std::string& operator_name) {
   return operator_name == "aten::requires_grad_" || operator_name == "aten::retain_grad";
+}
+
+/// What this rank refuses by itself is told to the others, who would wait for it.
+template <class Action>
+void or_refuse(const Unit& unit, const Action& action) {
+  try {
+    action();
+  } catch (const c10::DistBackendError&) {
+    throw;
+  } catch (...) {
+    announce_refusal(unit.mesh().get_group(unit.mesh().ndim() - 1), std::current_exception());
+    throw;
+  }
+}
+
+/// Calls visit(handle, number) for all that a unit's modules compute with.
+template <class Visit>
+void for_each_handle(const Unit& unit, const Visit& visit) {
+  std::size_t number = 0;
+  for (const auto& group : unit.groups()) {
+    for (const auto& member : group->members()) {
+      for (const auto& handle : member.handles) visit(handle, number++);
+    }
+  }
 }
 
 /// "unshard", "reshard", "pre_backward", "post_backward": what happens to a unit, for tests and traces.
@@ -130,11 +156,20 @@ void UnitTree::check_access(const Unit& unit, const OperatorCall& call, c10::Arr
   }
 }
 
-void UnitTree::enter_pass() {
+bool UnitTree::is_in_backward() const {
+  return mirrored_ ? is_backward_mirrored_ : is_backward_running();
+}
+
+void UnitTree::enter_pass(bool is_recorded) {
   const bool has_thrown = pass_ == Pass::kBackward && backward_.expired();
   if (has_thrown) forget_step();
-  if (is_backward_running()) return enter_backward();
-  if (pass_ == Pass::kNone) pass_ = Pass::kForward;
+  if (is_in_backward()) return enter_backward();
+  if (pass_ != Pass::kNone) return;
+  if (listener_ != nullptr && !mirrored_) {
+    step_.clear();
+    listener_->on_step(is_recorded);
+  }
+  pass_ = Pass::kForward;
 }
 
 void UnitTree::enter_backward() {
@@ -150,8 +185,9 @@ void UnitTree::enter_backward() {
     const bool waits = unit && unit->is_used_ && unit->settings_.reduce_scatter_unused_params;
     if (waits && std::find(turns_.begin(), turns_.end(), number) == turns_.end()) turns_.push_back(number);
   }
-  const auto token = std::make_shared<int>();
+  const auto token = mirrored_ ? mirrored_ : std::make_shared<int>();
   backward_ = token;
+  if (mirrored_) return;
   torch::autograd::Engine::get_default_engine().queue_callback([tree = weak_from_this(), token] {
     if (const auto alive = tree.lock()) alive->end_backward();
   });
@@ -168,12 +204,21 @@ void UnitTree::begin_operator(Unit& unit, const OperatorCall& call, c10::ArrayRe
   check_access(unit, call, touched);
   TORCH_CHECK(unit.module_count() == 1 || !unit.is_root(), unit.who(),
               " is of several modules, which needs a root: ", "call fully_shard() for the module that holds them.");
-  enter_pass();
+  or_refuse(unit, [&] { touch(unit, is_recorded); });
+  note({.kind = StepEvent::Kind::kTouch, .unit = unit.number_, .is_recorded = is_recorded});
+}
+
+void UnitTree::touch(Unit& unit, bool is_recorded) {
+  enter_pass(is_recorded);
   is_started_ = true;
   order().touch(unit.number_);
   if (std::exchange(current_, unit.number_) != unit.number_) {
     free_others(unit);
     if (pass_ == Pass::kBackward) tell(unit, "pre_backward");
+    const bool stayed_whole = pass_ == Pass::kForward && unit.memory_ == Unit::Memory::kWhole;
+    for (const auto& group : unit.groups_) {
+      if (stayed_whole) group->follow_requires_grad();
+    }
   }
   check_unchanged(unit);
   make_whole(unit);
@@ -185,6 +230,7 @@ void UnitTree::begin_operator(Unit& unit, const OperatorCall& call, c10::ArrayRe
 void UnitTree::end_operator(Unit& unit) noexcept {
   const std::lock_guard lock(mutex_);
   if (unit.is_summoned_ || unit.users_ == 0) return;
+  note({.kind = StepEvent::Kind::kEndOperator, .unit = unit.number_});
   if (--unit.users_ > 0 || !order().is_run_over()) return;
   const auto next = unit_at(order().next());
   if (next && (next.get() == &unit || next->is_inside(unit))) return;
@@ -277,11 +323,21 @@ void UnitTree::prefetch(const Unit& unit) {
   for (const auto number : order().upcoming()) gather(unit_at(number));
 }
 
-void UnitTree::on_gradient(Unit& unit) {
+void UnitTree::on_gradient(Unit& unit, const at::Tensor& parameter) {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK(!unit.is_summoned_, unit.who(), ": a backward inside of a summon_full_params() scope. Its gradients ",
               "would be lost: close the scope first.");
-  enter_pass();
+  or_refuse(unit, [&] { gradient_arrived(unit); });
+  if (listener_ == nullptr) return;
+  std::size_t index = 0;
+  for_each_handle(unit, [&](const WholeHandle& handle, std::size_t number) {
+    if (handle.tensor().is_same(parameter)) index = number;
+  });
+  note({.kind = StepEvent::Kind::kGradient, .unit = unit.number_, .handle = index});
+}
+
+void UnitTree::gradient_arrived(Unit& unit) {
+  enter_pass(/*is_recorded=*/false);
   ++unit.arrived_;
   std::size_t trainable = 0;
   std::size_t all = 0;
@@ -308,9 +364,19 @@ void UnitTree::reduce_in_turn(Unit& unit) {
   }
 }
 
+double UnitTree::divisor_of(const Unit& unit) const {
+  if (weight_of_all_ > 0) return weight_of_all_;
+  if (listener_ != nullptr) {
+    if (const auto divisor = listener_->divisor(); divisor > 0) return divisor;
+  }
+  return unit.settings_.gradient_divide_factor;
+}
+
 void UnitTree::reduce(Unit& unit) {
   unit.arrived_ = 0;
   tell(unit, "post_backward");
+  TORCH_CHECK(listener_ == nullptr || syncs(unit), unit.who(), ": a backward without gradient sync inside of a Join ",
+              "scope, where ranks that ran out of inputs could not tell. Reduce in every iteration there.");
   if (!syncs(unit)) {
     for (const auto& group : unit.groups_) group->gradients().keep(!is_weightless_);
     return;
@@ -319,7 +385,7 @@ void UnitTree::reduce(Unit& unit) {
               "averaged: end with backward(loss, weight) as well, not with loss.backward().");
   const auto& settings = unit.settings_;
   const ReductionSettings how{
-      .divisor = weight_of_all_ > 0 ? weight_of_all_ : settings.gradient_divide_factor,
+      .divisor = divisor_of(unit),
       .sums_replicas = settings.requires_all_reduce,
       .sends_zeros = settings.reduce_scatter_unused_params,
       .counts = !is_weightless_,
@@ -352,10 +418,11 @@ void UnitTree::end_backward() {
   for (const auto& unit : all) {
     bool is_left = unit->arrived_ > 0;
     for (const auto& group : unit->groups_) is_left = is_left || (syncs(*unit) && group->gradients().has_kept());
-    if (is_left) reduce(*unit);
+    if (is_left) or_refuse(*unit, [&] { reduce(*unit); });
   }
   weight_of_all_ = 0;
   is_weightless_ = false;
+  if (listener_ != nullptr) check_zeroed();
   if (is_last_backward_) {
     finish_reductions(0);
     if (const auto last = std::exchange(replicating_, nullptr)) {
@@ -367,6 +434,8 @@ void UnitTree::end_backward() {
   }
   for (const auto& unit : all) rest(*unit, frees_after_backward(*unit));
   end_passes();
+  note({.kind = StepEvent::Kind::kEndBackward});
+  if (!mirrored_) last_step_ = std::exchange(step_, {});
 }
 
 void UnitTree::rest(Unit& unit, bool is_freed) {
@@ -469,13 +538,10 @@ void UnitTree::backward(const at::Tensor& loss, double weight) {
     const std::lock_guard lock(mutex_);
     if (!has_kept()) weight_so_far_ = 0;
     is_weightless_ = weight == 0;
-    const auto weights = weight_so_far_ + weight;
-    if (!syncs(*root)) {
-      weight_so_far_ = weights;
-    } else {
-      weight_so_far_ = 0;
-      weight_of_all_ = sum_over(root->mesh_, weights, loss.device());
-      TORCH_CHECK(weight_of_all_ > 0, root->who(), ": the weights of all ranks are zero: there is nothing to average.");
+    weight_so_far_ += weight;
+    if (syncs(*root)) {
+      add_weights(*root, std::exchange(weight_so_far_, 0), loss.device());
+      note({.kind = StepEvent::Kind::kWeights});
     }
   }
   try {
@@ -483,6 +549,85 @@ void UnitTree::backward(const at::Tensor& loss, double weight) {
   } catch (...) {
     reset();
     throw;
+  }
+}
+
+void UnitTree::add_weights(const Unit& root, double weight, at::Device device) {
+  weight_of_all_ = sum_over(root.mesh_, weight, device);
+  TORCH_CHECK(weight_of_all_ > 0, root.who(), ": the weights of all ranks are zero: there is nothing to average.");
+}
+
+void UnitTree::set_step_listener(StepListener* listener) {
+  const std::lock_guard lock(mutex_);
+  listener_ = listener;
+  step_.clear();
+}
+
+void UnitTree::note(const StepEvent& event) {
+  if (listener_ != nullptr && !mirrored_) step_.push_back(event);
+}
+
+void UnitTree::check_zeroed() const {
+  for (const auto& unit : units()) {
+    for (const auto& group : unit->groups_) {
+      for (const auto& member : group->members()) {
+        const auto& grad = member.shard.grad();
+        TORCH_CHECK(!grad.defined() || !grad.any().item<bool>(), unit->who(), ": parameter '", member.name,
+                    "' has a gradient of an earlier backward, inside of a Join scope, where ranks that ran out of ",
+                    "inputs could not tell. Zero gradients before every backward there.");
+      }
+    }
+  }
+}
+
+bool UnitTree::mirror_step() {
+  const std::lock_guard lock(mutex_);
+  const at::NoGradGuard no_grad;
+  if (last_step_.empty()) return false;
+  for (const auto& unit : units()) {
+    for (const auto& group : unit->groups_) {
+      for (const auto& member : group->members()) member.shard.mutable_grad().reset();
+    }
+  }
+  mirrored_ = std::make_shared<int>();
+  is_backward_mirrored_ = false;
+  try {
+    for (const auto& event : last_step_) mirror(event);
+  } catch (...) {
+    mirrored_.reset();
+    throw;
+  }
+  mirrored_.reset();
+  return true;
+}
+
+void UnitTree::mirror(const StepEvent& event) {
+  const auto unit = unit_at(event.unit);
+  switch (event.kind) {
+    case StepEvent::Kind::kTouch:
+      // Only forwards are recorded: backward builds no graph.
+      is_backward_mirrored_ = !event.is_recorded;
+      if (unit) touch(*unit, event.is_recorded);
+      break;
+    case StepEvent::Kind::kEndOperator:
+      if (unit) end_operator(*unit);
+      break;
+    case StepEvent::Kind::kWeights:
+      if (const auto root = units_.back().lock()) add_weights(*root, 0, root->groups_.front()->device());
+      break;
+    case StepEvent::Kind::kGradient:
+      is_backward_mirrored_ = true;
+      if (!unit) break;
+      for_each_handle(*unit, [&](const WholeHandle& handle, std::size_t number) {
+        const auto tensor = handle.tensor();
+        if (number == event.handle && tensor.defined())
+          tensor.mutable_grad() = at::zeros(tensor.sizes(), tensor.options());
+      });
+      gradient_arrived(*unit);
+      break;
+    case StepEvent::Kind::kEndBackward:
+      end_backward();
+      break;
   }
 }
 

@@ -15,6 +15,16 @@
 
 namespace lockstep::detail {
 
+/// What a Join scope has to do with steps. Called with the tree's lock held.
+class StepListener {
+ public:
+  virtual ~StepListener() = default;
+  /// The first operator of a step is about to touch a unit.
+  virtual void on_step(bool is_recorded) = 0;
+  /// What gradients are divided by; 0: the number of ranks.
+  virtual double divisor() const = 0;
+};
+
 /// A backward that does not build a graph runs on this thread: what it calls is no forward.
 bool is_plain_backward();
 
@@ -25,7 +35,7 @@ class UnitTree : public std::enable_shared_from_this<UnitTree> {
 
   void begin_operator(Unit& unit, const OperatorCall& call, c10::ArrayRef<TouchedTensor> touched);
   void end_operator(Unit& unit) noexcept;
-  void on_gradient(Unit& unit);
+  void on_gradient(Unit& unit, const at::Tensor& parameter);
 
   // For the program.
   void unshard(Unit& unit, bool is_async);
@@ -44,6 +54,11 @@ class UnitTree : public std::enable_shared_from_this<UnitTree> {
   void set_reductions_in_flight(std::size_t count);
   /// Backward of `loss`, which counts `weight` times in the mean over all ranks and backwards.
   void backward(const at::Tensor& loss, double weight);
+  /// Null: none. While there is one, steps are noted so that they can be mirrored.
+  void set_step_listener(StepListener* listener);
+  /// All collectives of a step as it was the last time, with gradients of zero; shards get what was reduced. False if
+  /// no step was noted.
+  bool mirror_step();
   /// Waits, frees and forgets what a step that threw has left behind.
   void reset();
   /// While summoned, whole parameters have memory of the program's (fsdp/summon.h), and the unit leaves them alone.
@@ -62,13 +77,27 @@ class UnitTree : public std::enable_shared_from_this<UnitTree> {
 
  private:
   enum class Pass { kNone, kForward, kBackward };
+  /// What the program did to units in a step.
+  struct StepEvent {
+    enum class Kind { kTouch, kEndOperator, kWeights, kGradient, kEndBackward } kind;
+    int unit = TouchOrder::kNone;
+    bool is_recorded = false;  // a touch, by autograd
+    std::size_t handle = 0;    // whose gradient
+  };
 
   const TouchOrder& order() const { return pass_ == Pass::kBackward ? backward_order_ : forward_order_; }
   TouchOrder& order() { return pass_ == Pass::kBackward ? backward_order_ : forward_order_; }
   void check_access(const Unit& unit, const OperatorCall& call, c10::ArrayRef<TouchedTensor> touched) const;
   /// Tells forward from backward, and ends what a throw has left.
-  void enter_pass();
+  void enter_pass(bool is_recorded);
   void enter_backward();
+  void touch(Unit& unit, bool is_recorded);
+  void gradient_arrived(Unit& unit);
+  void add_weights(const Unit& root, double weight, at::Device device);
+  void note(const StepEvent& event);
+  void mirror(const StepEvent& event);
+  void check_zeroed() const;
+  bool is_in_backward() const;
   void end_backward();
   void make_whole(Unit& unit);
   void check_unchanged(Unit& unit);
@@ -79,6 +108,7 @@ class UnitTree : public std::enable_shared_from_this<UnitTree> {
   bool may_free(const Unit& unit) const;
   void free_others(const Unit& unit);
   void prefetch(const Unit& unit);
+  double divisor_of(const Unit& unit) const;
   void reduce_in_turn(Unit& unit);
   void reduce(Unit& unit);
   void finish_reductions(std::size_t left);
@@ -103,6 +133,12 @@ class UnitTree : public std::enable_shared_from_this<UnitTree> {
   TouchOrder backward_order_;
   bool is_order_known_ = false;
   bool has_warned_of_order_ = false;
+
+  StepListener* listener_ = nullptr;
+  std::vector<StepEvent> step_;       // noted so far
+  std::vector<StepEvent> last_step_;  // whole
+  std::shared_ptr<int> mirrored_;     // set while a step is mirrored; expires instead of autograd's pass
+  bool is_backward_mirrored_ = false;
 
   std::vector<int> turns_;         // units that wait for those before them, where ranks may differ in what they use
   std::vector<UnitPtr> reducing_;  // in launch order

@@ -6,7 +6,7 @@
 
 #include <utility>
 
-#include "lockstep/fsdp/unit_registry.h"
+#include "lockstep/nn/module_access.h"
 
 namespace lockstep::testing {
 namespace {

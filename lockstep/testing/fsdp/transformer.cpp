@@ -9,7 +9,7 @@
 #include <torch/nn/modules/transformercoder.h>
 #include <torch/nn/modules/transformerlayer.h>
 
-#include "lockstep/fsdp/unit_registry.h"
+#include "lockstep/nn/tied_parameters.h"
 
 namespace lockstep::testing {
 namespace {
@@ -31,9 +31,7 @@ TransformerWithSharedParams::TransformerWithSharedParams(const GroupPtr& group, 
                                                                             .dropout(0.1)));
     output_proj = register_module("output_proj", torch::nn::Linear(kWidth, kWords));
   });
-  // In the member and in the register, which parameters() reads.
-  output_proj->weight = embed_tokens->weight;
-  lockstep::detail::ModuleAccess::parameters_of(*output_proj)["weight"] = embed_tokens->weight;
+  tie_parameter(*output_proj, "weight", output_proj->weight, embed_tokens->weight);
   vocab_bias = register_buffer("vocab_bias", at::ones({kWidth}));
   long_buffer = register_buffer("long_buffer", at::zeros({kWidth}, at::kLong));
   if (add_bn) bn = register_module("bn", torch::nn::BatchNorm1d(kSequences));

@@ -1,36 +1,97 @@
-// Programs that would train differently without a word. Those that are not refused yet are disabled.
+// Programs that would train differently, or hang, without a word.
+#include <torch/nn/modules/container/modulelist.h>
+
 #include "tests/support/fsdp_models.h"
 
 namespace lockstep::fsdp_silent_test {
 
 using namespace fsdp_models;
-using testing::expect_error;
 
-struct Mirrored : torch::nn::Module {
+struct MirroredImpl : torch::nn::Module {
   at::Tensor forward(const at::Tensor& input) { return at::matmul(at::tanh(at::matmul(input, first)), mirror); }
   at::Tensor first = register_parameter("first", at::ones({5, 5}));
   at::Tensor mirror = register_parameter("mirror", first.detach().requires_grad_());
 };
 
-TEST(FsdpSilent, DISABLED_RefusesParametersThatShareMemory) {
+// FSDP-12
+TEST(FsdpSilent, RefusesParametersThatShareMemory) {
   testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
-    auto model = std::make_shared<Mirrored>();
+    auto model = std::make_shared<MirroredImpl>();
     expect_error([&] { fully_shard(*model, {.mesh = mesh_of(world)}); }, {"'first'", "'mirror'", "share"});
+    // In two units as well; but parts of one buffer that do not meet are no sharing.
+    torch::nn::Linear left(4, 4);
+    torch::nn::Linear right(4, 4);
+    right->weight.set_data(left->weight.detach());
+    fully_shard(left, {.mesh = mesh_of(world)});
+    expect_error([&] { fully_shard(right, {.mesh = mesh_of(world)}); }, {"'weight' and 'weight' share memory"});
+    torch::nn::Linear other(4, 4);
+    const auto flat = at::zeros({20});
+    other->weight.set_data(flat.narrow(0, 0, 16).view({4, 4}));
+    other->bias.set_data(flat.narrow(0, 16, 4));
+    fully_shard(other, {.mesh = mesh_of(world)});
   });
 }
 
-// Ranks that use different units of the same sizes must not compute with half of each.
-TEST(FsdpSilent, DISABLED_RefusesUnitsThatDifferByRank) {
-  testing::run_threads_in_gtest(
-      {.world_size = 2, .collective_timeout = std::chrono::seconds(2)}, [](const World& world) {
-        const auto mesh = mesh_of(world);
-        auto left = seeded(1, [] { return torch::nn::Linear(5, 6); });
-        auto right = seeded(2, [] { return torch::nn::Linear(5, 6); });
-        torch::nn::ModuleList both(left, right);
-        fully_shard(left, {.mesh = mesh});
-        fully_shard(right, {.mesh = mesh});
-        expect_error([&] { (world.rank() == 0 ? left : right)->forward(batch(0)); }, {"FSDP unit"});
-      });
+// FSDP-100
+TEST(FsdpSilent, RefusesUnitsThatDifferByRank) {
+  testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
+    // Of the same sizes: both would compute with half of each.
+    auto left = built_from_seed([] { return torch::nn::Linear(5, 6); });
+    auto right = built_from_seed([] { return torch::nn::Linear(5, 6); });
+    struct BothImpl : torch::nn::Module {
+      BothImpl(const torch::nn::Linear& one, const torch::nn::Linear& other) {
+        register_module("left", one);
+        register_module("right", other);
+      }
+    };
+    fully_shard(left, {.mesh = mesh_of(world)});
+    fully_shard(right, {.mesh = mesh_of(world)});
+    fully_shard(*std::make_shared<BothImpl>(left, right), {.mesh = mesh_of(world)});
+    expect_error([&] { (world.rank() == 0 ? left : right)->forward(at::ones({1, 5})); },
+                 {"FSDP unit 'left'", "FSDP unit 'right'"});
+  });
+}
+
+// FSDP-66
+TEST(FsdpSilent, UnitsThatAreStillWholeFollowFreezing) {
+  testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
+    auto model = net();
+    sharded(model, {.mesh = mesh_of(world), .reshard_after_forward = false});
+    auto weight = model->named_parameters()["block1.up.weight"];
+    loss_of(model, world, 0);  // for the log
+    weight.set_requires_grad(false);
+    loss_of(model, world, 0).backward();
+    EXPECT_FALSE(weight.grad().defined());
+    loss_of(model, world, 0);
+    weight.set_requires_grad(true);
+    loss_of(model, world, 0).backward();
+    EXPECT_TRUE(weight.grad().defined());
+  });
+}
+
+// FSDP-5, FSDP-14
+TEST(FsdpSilent, ARankWithEmptyShardsSeesThatOthersWereExchanged) {
+  testing::run_threads_in_gtest({.world_size = 3}, [](const World& world) {
+    torch::nn::Linear layer(4, 2);  // nothing for rank 2
+    fully_shard(layer, {.mesh = mesh_of(world), .reshard_after_forward = false});
+    layer->forward(at::ones({1, 4}));
+    for (const auto& shard : layer->parameters()) shard.set_data(at::full_like(shard.detach(), 3));
+    EXPECT_EQ(layer->forward(at::ones({1, 4})).sum().item<double>(), 30);
+  });
+}
+
+// FSDP-43
+TEST(FsdpSilent, WhatOneRankRefusesIsToldToTheOthers) {
+  testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
+    auto model = net();
+    sharded(model, {.mesh = mesh_of(world)});
+    if (world.rank() == 1) {
+      auto shard = model->named_parameters()["block0.up.weight"];
+      shard.set_data(at::ones({3, 7}));
+    }
+    // Both, long before the group's timeout.
+    expect_error([&] { loss_of(model, world, 0); }, {"'up.weight' is of sizes [3, 7]"});
+  });
 }
 
 }  // namespace lockstep::fsdp_silent_test

@@ -1,0 +1,80 @@
+// What a rank's memory holds of a sharded model, as planned and as measured; and ties.
+#include <torch/nn/modules/container/sequential.h>
+
+#include "lockstep/fsdp/memory_plan.h"
+#include "lockstep/fsdp/state_dict.h"
+#include "lockstep/nn/tied_parameters.h"
+#include "lockstep/testing/memory_probe.h"
+#include "tests/support/fsdp_models.h"
+
+namespace lockstep::fsdp_memory_test {
+
+using namespace fsdp_models;
+
+// FSDP-98
+TEST(FsdpMemory, IsAsPlanned) {
+  for (const int size : {2, 4}) {
+    for (const auto& reshard : {std::optional<ReshardAfterForward>(), std::optional<ReshardAfterForward>(true),
+                                std::optional<ReshardAfterForward>(false)}) {
+      testing::run_threads_in_gtest({.world_size = size}, [&](const World& world) {
+        const testing::MemoryProbe probe;
+        torch::nn::Sequential model;
+        for (int i = 0; i < 4; ++i) model->push_back(torch::nn::Linear(256, 256));
+        const FullyShardOptions options{.mesh = mesh_of(world), .reshard_after_forward = reshard};
+        for (std::size_t i = 0; i < 4; ++i) fully_shard(*model->ptr(i), options);
+        fully_shard(model, options);
+        const auto plan = memory_plan(*model);
+        EXPECT_NEAR(static_cast<double>(probe.total().current_bytes), static_cast<double>(plan.between_steps),
+                    0.05 * static_cast<double>(plan.between_steps));
+        for (int step = 0; step < 3; ++step) {
+          model->zero_grad();
+          const_cast<testing::MemoryProbe&>(probe).reset_peak();
+          model->forward(at::ones({1, 256})).sum().backward();
+        }
+        const auto peak = static_cast<double>(probe.total().peak_bytes);
+        EXPECT_NEAR(peak, static_cast<double>(plan.peak), 0.05 * peak) << plan.to_string();
+        EXPECT_THAT(plan.to_string(), ::testing::HasSubstr("peak of a step"));
+      });
+    }
+  }
+}
+
+struct TiedImpl : torch::nn::Module {
+  TiedImpl()
+      : table(register_module("table", torch::nn::Embedding(6, 4))),
+        head(register_module("head", torch::nn::Linear(torch::nn::LinearOptions(4, 6).bias(false)))) {
+    tie_parameter(*head, "weight", head->weight, table->weight);
+  }
+  at::Tensor forward(const at::Tensor& input) { return head->forward(table->forward(input)); }
+  torch::nn::Embedding table;
+  torch::nn::Linear head;
+};
+TORCH_MODULE(Tied);
+
+// FSDP-67
+TEST(FsdpMemory, TiedParametersHaveOneShardAndMoveOnce) {
+  testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
+    auto plain = built_from_seed([] { return Tied(); });
+    auto model = built_from_seed([] { return Tied(); });
+    fully_shard(model, {.mesh = mesh_of(world)});
+    EXPECT_EQ(model->parameters().size(), 2u);
+    ASSERT_EQ(unique_parameters(*model).size(), 1u);
+    EXPECT_TRUE(model->named_parameters()["table.weight"].is_same(model->named_parameters()["head.weight"]));
+    const auto input = at::arange(6);
+    for (auto* each : {&plain, &model}) {
+      SGD optimizer(unique_parameters(**each), SGDOptions(0.1));
+      (*each)->forward(input).pow(2).sum().backward();
+      optimizer.step();
+    }
+    const auto state = full_state_dict(*model);
+    EXPECT_TRUE(at::allclose(state.at("head.weight"), plain->head->weight));
+    EXPECT_TRUE(state.at("table.weight").equal(state.at("head.weight")));
+    torch::nn::Linear other(4, 6);
+    expect_error([&] { tie_parameter(*other, "weigth", other->weight, plain->table->weight); },
+                 {"no parameter 'weigth'"});
+    expect_error([&] { tie_parameter(*other, "bias", other->weight, plain->table->weight); }, {"registers as 'bias'"});
+    expect_error([&] { tie_parameter(*other, "bias", other->bias, plain->table->weight); }, {"has sizes [6]"});
+  });
+}
+
+}  // namespace lockstep::fsdp_memory_test
