@@ -1,0 +1,157 @@
+// Sharded units on an accelerator: two ranks share one GPU by gloo, one rank has NCCL and is made to shard.
+#include "lockstep/comm/values.h"
+#include "lockstep/fsdp/state_dict.h"
+#include "lockstep/testing/delay.h"
+#include "tests/support/fsdp_models.h"
+
+namespace lockstep::fsdp_cuda_test {
+
+using namespace fsdp_models;
+
+class FsdpOnGpu : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (gpu_count() == 0) GTEST_SKIP() << "no GPU";
+  }
+
+  static void on_gpu(const testing::RankBody& body) {
+    testing::run_threads_in_gtest({.world_size = 1, .backend = "nccl"}, body);
+    testing::run_threads_in_gtest({.world_size = 2, .backend = "gloo"}, body);
+  }
+
+  static FullyShardOptions options_of(const World& world) {
+    return {.mesh = DeviceMesh::from_group(world.group(), "cuda"), .force_sharding = true};
+  }
+
+  template <class Model>
+  static at::Tensor loss_on_gpu(Model& model, const World& world, int step) {
+    return model->forward(batch(world, step).to(world.device())).pow(2).mean();
+  }
+
+  template <class Model>
+  static void train(Model& model, SGD& optimizer, const World& world, int steps = 5) {
+    for (int step = 0; step < steps; ++step) {
+      optimizer.zero_grad();
+      loss_on_gpu(model, world, step).backward();
+      optimizer.step();
+    }
+  }
+
+  /// Trained by DDP.
+  static Net reference(const World& world) {
+    auto model = net();
+    model->to(world.device());
+    DistributedDataParallel ddp(model, DdpOptions{.process_group = world.group()});
+    SGD optimizer(ddp.parameters(), SGDOptions(0.1).momentum(0.9));
+    train(ddp, optimizer, world);
+    return model;
+  }
+};
+
+// FSDP-17, FSDP-19, FSDP-25, FSDP-60, FSDP-87
+TEST_F(FsdpOnGpu, TrainsAsDdpDoes) {
+  on_gpu([](const World& world) {
+    const auto expected = reference(world);
+    for (const auto reshard : {std::optional<ReshardAfterForward>(), std::optional<ReshardAfterForward>(false)}) {
+      for (const bool is_flat : {false, true}) {
+        auto model = net();  // on the CPU: sharding moves it
+        auto options = options_of(world);
+        options.reshard_after_forward = reshard;
+        options.use_orig_params = !is_flat;
+        auto root = sharded(model, options);
+        EXPECT_TRUE(model->parameters()[0].is_cuda());
+        SGD optimizer(model->parameters(), SGDOptions(0.1).momentum(0.9));
+        train(model, optimizer, world);
+        const auto guard = root.summon_full_params();
+        EXPECT_TRUE(at::allclose(model->blocks[1]->up->weight, expected->blocks[1]->up->weight, 1e-5, 1e-7));
+        EXPECT_TRUE(at::allclose(model->table->weight, expected->table->weight, 1e-5, 1e-7));
+      }
+    }
+  });
+}
+
+// FSDP-57, FSDP-58
+TEST_F(FsdpOnGpu, OffloadsShardsGradientsAndStateToTheHost) {
+  on_gpu([](const World& world) {
+    const auto expected = reference(world);
+    for (const bool pins : {true, false}) {
+      auto model = net();
+      auto options = options_of(world);
+      options.offload_policy = CPUOffloadPolicy{.pin_memory = pins};
+      auto root = sharded(model, options);
+      for (const auto& shard : model->parameters()) {
+        EXPECT_TRUE(shard.is_cpu());
+        EXPECT_EQ(shard.is_pinned(), pins && shard.numel() > 0);
+      }
+      SGD optimizer(model->parameters(), SGDOptions(0.1).momentum(0.9));
+      train(model, optimizer, world);
+      for (const auto& shard : model->parameters()) EXPECT_TRUE(shard.is_cpu() && shard.grad().is_cpu());
+      const auto state = full_state_dict(*model);
+      for (const auto& item : expected->named_parameters()) {
+        EXPECT_TRUE(at::allclose(state.at(item.key()).cpu(), item.value().cpu(), 1e-5, 1e-7)) << item.key();
+      }
+      // Accumulation adds to gradients on the host.
+      optimizer.zero_grad();
+      for (int i = 0; i < 2; ++i) loss_on_gpu(model, world, 1).backward();
+      const auto twice = model->parameters()[0].grad().clone();
+      optimizer.zero_grad();
+      loss_on_gpu(model, world, 1).backward();
+      EXPECT_TRUE(at::allclose(twice, model->parameters()[0].grad() * 2, 1e-5, 1e-7));
+    }
+  });
+}
+
+// FSDP-59
+TEST_F(FsdpOnGpu, AnOffloadedModelCannotBeMovedToTheDevice) {
+  on_gpu([](const World& world) {
+    auto model = net();
+    auto options = options_of(world);
+    options.offload_policy = CPUOffloadPolicy{};
+    sharded(model, options);
+    model->to(world.device());
+    expect_error([&] { loss_on_gpu(model, world, 0); }, {"'table.weight'", "cuda", "keep shards on the host"});
+  });
+}
+
+// FSDP-88, FSDP-89
+TEST_F(FsdpOnGpu, WaitsForWhatOtherStreamsDo) {
+  on_gpu([](const World& world) {
+    const auto expected = reference(world);
+    auto model = net();
+    sharded(model, options_of(world));
+    SGD optimizer(model->parameters(), SGDOptions(0.1).momentum(0.9));
+    for (int step = 0; step < 5; ++step) {
+      optimizer.zero_grad();
+      auto loss = loss_on_gpu(model, world, step);
+      testing::device_sleep(std::chrono::milliseconds(20), world.device());  // after the loss
+      loss.backward();
+      testing::device_sleep(std::chrono::milliseconds(20),
+                            world.device());  // before the step, which gathers must await
+      optimizer.step();
+    }
+    const auto state = full_state_dict(*model);
+    for (const auto& item : expected->named_parameters()) {
+      EXPECT_TRUE(at::allclose(state.at(item.key()), item.value(), 1e-5, 1e-7)) << item.key();
+    }
+  });
+}
+
+// FSDP-50, FSDP-52
+TEST_F(FsdpOnGpu, ComputesInLowPrecision) {
+  on_gpu([](const World& world) {
+    auto model = net();
+    auto options = options_of(world);
+    options.mp_policy = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat};
+    sharded(model, options);
+    SGD optimizer(model->parameters(), SGDOptions(0.1).momentum(0.9));
+    train(model, optimizer, world);
+    const auto expected = reference(world);
+    const auto state = full_state_dict(*model);
+    for (const auto& item : expected->named_parameters()) {
+      EXPECT_EQ(state.at(item.key()).scalar_type(), at::kFloat);
+      EXPECT_TRUE(at::allclose(state.at(item.key()), item.value(), 0.05, 0.02)) << item.key();
+    }
+  });
+}
+
+}  // namespace lockstep::fsdp_cuda_test
