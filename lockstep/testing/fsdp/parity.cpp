@@ -41,13 +41,10 @@ class AutocastScope {
   const at::ScalarType dtype_before_;
 };
 
-// The library casts what stands beside a parameter as soon as it has an option for it.
-template <class Policy>
-constexpr bool kCastsInputs = requires(Policy policy) { policy.cast_forward_inputs; };
-
 std::optional<at::ScalarType> input_dtype(const TrainOptions& options, bool is_sharded) {
   if (options.use_pure_fp16) return at::kHalf;
-  if (!options.mixed_precision || (is_sharded && kCastsInputs<MixedPrecisionPolicy>)) return std::nullopt;
+  // The sharded model casts them itself.
+  if (is_sharded || !options.mixed_precision) return std::nullopt;
   return options.mixed_precision->param_dtype;
 }
 
