@@ -77,10 +77,22 @@ std::vector<at::Tensor> trained_parameters(const torch::nn::Module& model) {
 }
 
 /// What a save and a load do, with nothing left in between.
-void save_and_load(FsdpTestModel& model, bool can_summon) {
+void save_and_load(FsdpTestModel& model) {
   const auto state = full_state_dict(model);
-  zero_model(model, {.summon = can_summon});
+  zero_model(model);
   load_full_state_dict(model, state);
+}
+
+void check_offload(const torch::nn::Module& model, const std::string& when) {
+  const auto units = units_of(model);
+  const bool offloads = std::any_of(units.begin(), units.end(),
+                                    [](const FsdpUnit& unit) { return unit.options().offload_policy.has_value(); });
+  if (!offloads) return;
+  for (const auto& item : model.named_parameters()) {
+    if (item.value().is_cpu()) continue;
+    throw CheckFailure(str("parameter '", item.key(), "' is on ", item.value().device().str(), " ", when,
+                           "; it should be in host memory"));
+  }
 }
 
 at::Tensor loss_of_step(FsdpTestModel& model, const TrainOptions& options, const ModelForward& forward,
@@ -139,12 +151,14 @@ at::Tensor train_for_several_steps(FsdpTestModel& model, int num_steps, const Tr
   for (int step = 0; step < num_steps; ++step) {
     optimizer.zero_grad();
     loss = loss_of_step(model, options, forward, is_sharded).to(parameter_device);
+    check_offload(model, "after forward");
     check_loss_dtype(loss, options, is_sharded);
     loss = scaler.scale(loss);
     model.run_backward(loss);
+    check_offload(model, "after backward");
     scaler.step(optimizer);
     scaler.update();
-    if (options.save_model) save_and_load(model, /*can_summon=*/!options.mixed_precision);
+    if (options.save_model) save_and_load(model);
   }
   check_units_are_idle(model);
   return loss.detach();
@@ -179,6 +193,11 @@ void test_fsdp_parity(const TestGroups& groups, const ParityOptions& options, co
   }
   move_if(options.device_init_mode == DeviceInitMode::kAfter, *sharded);
   training.save_model = options.save_model;
+  if (options.fsdp.offload_policy && options.device_init_mode == DeviceInitMode::kAfter && !compute_device().is_cpu()) {
+    expect_error([&] { train_for_several_steps(*sharded, 1, training); }, {compute_device().str()});
+    return;
+  }
+  check_offload(*sharded, "before training");
   const auto loss = train_for_several_steps(*sharded, options.num_iters, training);
   try {
     compare_losses(loss, reference_loss);

@@ -38,7 +38,8 @@ struct TrainOptions {
 };
 
 /// SGD with momentum: Adam would hide a wrong scale of gradients. Returns the last loss, detached. Checks dtypes of
-/// losses, and that all units are idle in the end. `forward` is the model's own if empty.
+/// losses, that parameters of units with an offload_policy are in host memory, and that all units are idle in the end.
+/// `forward` is the model's own if empty.
 at::Tensor train_for_several_steps(FsdpTestModel& model, int num_steps, const TrainOptions& options = {},
                                    const ModelForward& forward = nullptr);
 

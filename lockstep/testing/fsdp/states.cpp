@@ -5,7 +5,6 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
-#include <set>
 #include <utility>
 
 #include "lockstep/base/str.h"
@@ -13,7 +12,6 @@
 #include "lockstep/comm/values.h"
 #include "lockstep/fsdp/unit_registry.h"
 #include "lockstep/nn/module_tensors.h"
-#include "lockstep/shard/layout_of.h"
 #include "lockstep/testing/fsdp/test_model.h"
 #include "lockstep/testing/run.h"
 
@@ -55,6 +53,14 @@ void for_each_handle(const lockstep::detail::Unit& unit,
   }
 }
 
+using Summoned = std::vector<SummonGuard>;
+
+Summoned summon(const std::vector<FoundUnit>& units) {
+  Summoned guards;
+  for (const auto& each : units) guards.push_back(FsdpUnit(each.unit).summon_full_params({.recurse = false}));
+  return guards;
+}
+
 }  // namespace
 
 void assert_module_states(
@@ -87,31 +93,21 @@ void assert_module_states(
 
 void zero_model(torch::nn::Module& model, const ZeroModelOptions& options) {
   const at::NoGradGuard no_grad;
-  if (options.summon) {
-    for (const auto& [name, unit] : found_units(model)) {
-      const auto summoned = FsdpUnit(unit).summon_full_params({.recurse = false});
-      for_each_handle(*unit, [](const lockstep::detail::WholeHandle& handle) { handle.tensor().zero_(); });
-    }
-  }
-  for (const auto& parameter : model.parameters()) {
-    if (!options.summon || !layout_of(parameter)) parameter.zero_();
-  }
+  const auto summoned = options.summon ? summon(found_units(model)) : Summoned();
+  for (const auto& parameter : model.parameters()) parameter.zero_();
   if (!options.zero_buffers) return;
   for (const auto& buffer : model.buffers()) buffer.zero_();
 }
 
 ModuleState get_full_params(const torch::nn::Module& model, bool recurse) {
-  auto params = full_state_dict(model);
-  for (const auto& buffer : model.named_buffers()) params.erase(buffer.key());
-  if (!recurse) {
-    const auto unit = unit_of(model);
-    const auto names = unit ? unit->parameter_names() : std::vector<std::string>();
-    const std::set<std::string> own(names.begin(), names.end());
-    for (const auto& item : model.named_parameters()) {
-      if (!own.contains(item.key())) params[item.key()] = item.value().detach().clone();
-    }
+  auto units = found_units(model);
+  if (!recurse) std::erase_if(units, [](const FoundUnit& each) { return !each.name.empty(); });
+  const auto summoned = summon(units);
+  ModuleState params;
+  for (const auto& item : model.named_parameters()) {
+    params.emplace(item.key(), item.value().detach().to(compute_device(), item.value().scalar_type(),
+                                                        /*non_blocking=*/false, /*copy=*/true));
   }
-  for (auto& [name, tensor] : params) tensor = tensor.to(compute_device());
   return params;
 }
 

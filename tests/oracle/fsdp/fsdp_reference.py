@@ -33,7 +33,8 @@ class Case:
         self.api = api  # "fully_shard" or "fsdp1"
         self.model = model
         self.ranks = ranks
-        # "reshard_after_forward": bool, "low_precision", "accumulates", "is_hybrid": bool, "clips": max norm
+        # "reshard_after_forward": bool or number of ranks, "low_precision", "accumulates", "is_hybrid", "is_flat",
+        # "is_replicated": bool, "clips": max norm
         self.options = options
 
 
@@ -56,6 +57,13 @@ def all_cases():
         cases.append(Case(api, "mlp_stack", 4, accumulates=True, reshard_after_forward=False))
         cases.append(Case(api, "nested", 4, is_hybrid=True))
         cases.append(Case(api, "mlp_stack", 4, is_hybrid=True, accumulates=True, clips=0.01))
+    cases.append(Case("fully_shard", "nested", 4, reshard_after_forward=2))
+    cases.append(Case("fully_shard", "transformer", 4, reshard_after_forward=2))
+    for model in ("nested", "transformer", "mlp_stack", "double_linear"):
+        cases.append(Case("fsdp1", model, 4, is_flat=True))
+    cases.append(Case("fsdp1", "mlp_stack", 2, is_flat=True, accumulates=True, clips=0.01))
+    cases.append(Case("fsdp1", "mlp_stack", 2, is_flat=True, low_precision=True))
+    cases.append(Case("fsdp1", "nested", 4, is_replicated=True))
     return cases
 
 
@@ -73,11 +81,14 @@ def with_fully_shard(case, model, mesh):
 
 def with_fsdp1(case, model, mesh):
     frees = case.options.get("reshard_after_forward", True)
-    options = {"device_mesh": mesh["shard"], "use_orig_params": True, "device_id": torch.device("cpu")}
+    options = {"device_mesh": mesh["shard"], "device_id": torch.device("cpu")}
+    options["use_orig_params"] = not case.options.get("is_flat")
     strategy = ShardingStrategy.FULL_SHARD if frees else ShardingStrategy.SHARD_GRAD_OP
     if case.options.get("is_hybrid"):
         options["device_mesh"] = mesh
         strategy = ShardingStrategy.HYBRID_SHARD
+    if case.options.get("is_replicated"):
+        strategy = ShardingStrategy.NO_SHARD
     if case.options.get("low_precision"):
         options["mixed_precision"] = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     units = {model.get_submodule(name) for name in model.UNITS}
@@ -157,7 +168,7 @@ def run_case(case, number, line, grid):
             result["losses"].append(loss.detach())
         if "clips" in case.options:
             result["norms"].append(clipped(case, model).detach())
-        if step + 1 == STEPS:
+        if step + 1 == STEPS and not case.options.get("is_flat"):
             result["gradients"] = whole_gradients(case, model)
             if case.api == "fully_shard":
                 named = model.named_parameters()
@@ -203,7 +214,7 @@ def merged(directory):
                 "model": case.model,
                 "world_size": case.ranks,
                 "options": dict(case.options),
-                **{key: first[key] for key in alike},
+                **{key: first.get(key, {}) for key in alike},
                 "ranks": [
                     {key: value for key, value in ranks[rank][number].items() if key not in alike}
                     for rank in range(case.ranks)

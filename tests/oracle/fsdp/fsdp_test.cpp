@@ -35,16 +35,22 @@ struct Case {
   explicit Case(const c10::IValue& value) : all(value) {
     for (const auto& item : at_key(all, "options").toGenericDict()) {
       const auto& name = item.key().toStringRef();
-      if (name == "reshard_after_forward") reshard_after_forward = item.value().toBool();
+      if (name == "reshard_after_forward") {
+        reshard_after_forward = item.value().isBool() ? ReshardAfterForward(item.value().toBool())
+                                                      : ReshardAfterForward(static_cast<int>(item.value().toInt()));
+      }
       if (name == "low_precision") low_precision = true;
       if (name == "accumulates") accumulates = true;
       if (name == "is_hybrid") is_hybrid = true;
+      if (name == "is_flat") is_flat = true;
+      if (name == "is_replicated") is_replicated = true;
       if (name == "clips") clips = item.value().toDouble();
     }
   }
 
   FullyShardOptions sharding(const World& world) const {
-    FullyShardOptions options{.reshard_after_forward = reshard_after_forward};
+    FullyShardOptions options{.reshard_after_forward = reshard_after_forward, .use_orig_params = !is_flat};
+    if (is_replicated) options.sharding_strategy = ShardingStrategy::NO_SHARD;
     if (is_hybrid) options.mesh = init_device_mesh("cpu", {2, 2}, {.mesh_dim_names = {"replicate", "shard"}});
     if (low_precision) options.mp_policy = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat};
     return testing::with_mesh(options, world.group());
@@ -56,10 +62,12 @@ struct Case {
   std::string name = at_key(all, "name").toStringRef();
   std::string model = at_key(all, "model").toStringRef();
   int world_size = static_cast<int>(at_key(all, "world_size").toInt());
-  std::optional<bool> reshard_after_forward;
+  std::optional<ReshardAfterForward> reshard_after_forward;
   bool low_precision = false;
   bool accumulates = false;
   bool is_hybrid = false;
+  bool is_flat = false;
+  bool is_replicated = false;
   std::optional<double> clips;
 };
 
@@ -134,10 +142,7 @@ void compare(const World& world, const Case& subject) {
   torch::optim::SGD optimizer(parameters, torch::optim::SGDOptions(0.05).momentum(0.9));
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     if (i % batches == 0) optimizer.zero_grad();
-    auto batch = tensors_of(inputs[i]);
-    for (auto& input : batch) {
-      if (subject.low_precision && input.is_floating_point()) input = input.to(at::kBFloat16);
-    }
+    const auto batch = tensors_of(inputs[i]);
     const bool is_last_batch = (i + 1) % batches == 0;
     const std::unique_ptr<FsdpNoSync> no_sync(is_last_batch ? nullptr : new FsdpNoSync(root.no_sync()));
     const auto loss = model.loss(batch);
@@ -147,7 +152,7 @@ void compare(const World& world, const Case& subject) {
     if (subject.clips) {
       check_equal(str("norm ", i), root.clip_grad_norm_(*subject.clips), norms.at(i / batches), subject.tolerance());
     }
-    if (i + 1 == inputs.size()) {
+    if (i + 1 == inputs.size() && !subject.is_flat) {
       compare_parts(
           *model.module, state_of(at_key(subject.all, "gradients")),
           [](const at::Tensor& shard) { return shard.grad(); }, subject, "gradient of");
@@ -161,12 +166,18 @@ void compare(const World& world, const Case& subject) {
     }
     optimizer.step();
   }
-  compare_parts(
-      *model.module, state_of(at_key(subject.all, "parameters")),
-      [](const at::Tensor& shard) { return shard.detach(); }, subject, "parameter");
+  const auto expected = state_of(at_key(subject.all, "parameters"));
+  if (!subject.is_flat) {
+    compare_parts(
+        *model.module, expected, [](const at::Tensor& shard) { return shard.detach(); }, subject, "parameter");
+  }
+  const auto state = full_state_dict(*model.module);
+  for (const auto& [name, tensor] : expected) {
+    check_equal(str("whole parameter '", name, "'"), state.at(name), tensor, subject.tolerance());
+  }
 }
 
-// FSDP-1, FSDP-2, FSDP-18, FSDP-25, FSDP-26, FSDP-28, FSDP-29, FSDP-50, FSDP-51, FSDP-60, FSDP-62, FSDP-65, FSDP-71
+// FSDP-1, FSDP-2, FSDP-16, FSDP-18, FSDP-25 to FSDP-30, FSDP-50, FSDP-51, FSDP-60, FSDP-62, FSDP-65, FSDP-71
 TEST_F(FsdpOracle, LossesGradientsAndParametersAgreeWithPython) {
   const auto cases = reference().toListRef();
   EXPECT_GT(cases.size(), 40U);

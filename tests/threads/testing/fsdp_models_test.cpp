@@ -132,9 +132,7 @@ LOCKSTEP_THREAD_TEST(FsdpModels, TransformerHasTiesBuffersAndUnits, 4) {
 
   const auto plain = TransformerWithSharedParams::init(world.group(), {.deterministic = true});
   auto ignoring = on(world);
-  for (const auto& module : plain->get_ignored_modules()) {
-    for (const auto& parameter : module->parameters()) ignoring.ignored_params.push_back(parameter);
-  }
+  ignoring.ignored_modules = plain->get_ignored_modules();
   const auto names = fully_shard(*plain, ignoring).parameter_names();
   EXPECT_EQ(names, (Names{"embed_tokens.weight", "output_proj.bias", "bn.weight", "bn.bias"}));
 }

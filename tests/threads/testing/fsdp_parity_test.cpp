@@ -87,6 +87,13 @@ LOCKSTEP_THREAD_TEST(FsdpStates, OptionsAreReadBackFromEveryUnit, 2) {
   fully_shard(*mixed, with_mesh({.reshard_after_forward = false}, world.group()));
   expect_error([&] { check_units(*mixed, "no resharding", keeps); },
                {"no resharding does not hold for unit 'module.2', unit 'module.1.0', unit 'module.1'"});
+  const auto prefetching = sharded_model(world, {.offload_policy = CPUOffloadPolicy{},
+                                                 .forward_prefetch = false,
+                                                 .backward_prefetch = BackwardPrefetch::BACKWARD_POST});
+  check_units(*prefetching, "offload", [](const auto& options) { return options.offload_policy.has_value(); });
+  check_units(*prefetching, "no forward prefetch", [](const auto& options) { return !options.forward_prefetch; });
+  check_units(*prefetching, "backward prefetch",
+              [](const auto& options) { return options.backward_prefetch == BackwardPrefetch::BACKWARD_POST; });
   const auto whole = NestedWrappedModule::init(world.group(), {});
   expect_error([&] { check_units(*whole, "no resharding", keeps); }, {"is a unit"});
   wrap_if(false, *whole, {});
@@ -135,9 +142,45 @@ TEST(FsdpParity, HoldsForAllModelsOnOneToFourRanks) {
   }
 }
 
+std::vector<std::pair<std::string, FullyShardOptions>> option_sets() {
+  return {{"FULL_SHARD", {.sharding_strategy = ShardingStrategy::FULL_SHARD}},
+          {"SHARD_GRAD_OP", {.sharding_strategy = ShardingStrategy::SHARD_GRAD_OP}},
+          {"halves between forward and backward", {.reshard_after_forward = 2}},
+          {"flat", {.use_orig_params = false}},
+          {"flat, whole until backward", {.reshard_after_forward = false, .use_orig_params = false}},
+          {"synced", {.sync_module_states = true}},
+          {"no prefetch", {.forward_prefetch = false, .backward_prefetch = BackwardPrefetch::NONE}},
+          {"prefetch behind the gradients", {.backward_prefetch = BackwardPrefetch::BACKWARD_POST}},
+          {"all ahead", {.limit_all_gathers = false}},
+          {"offloaded", {.offload_policy = CPUOffloadPolicy{.pin_memory = false}}}};
+}
+
+// TEST-46, TEST-49
+TEST(FsdpParity, HoldsUnderEveryOption) {
+  for (const int size : {2, 4}) {
+    for (const auto& [name, fsdp] : option_sets()) {
+      SCOPED_TRACE(name);
+      run_threads_in_gtest({.world_size = size}, [&fsdp = fsdp](const World& world) {
+        const ParityOptions options{.fsdp = fsdp};
+        test_fsdp_parity<NestedWrappedModule>(world.group(), options);
+        test_fsdp_parity<TransformerWithSharedParams>(world.group(), options);
+      });
+    }
+  }
+  run_threads_in_gtest({.world_size = 1}, [](const World& world) {
+    test_fsdp_parity<NestedWrappedModule>(world.group(), {.fsdp = {.force_sharding = true}});
+  });
+}
+
 // TEST-30, TEST-46
 LOCKSTEP_THREAD_TEST(FsdpParity, HoldsOnAMesh, 4) {
   const auto mesh = init_device_mesh("cpu", {2, 2}, {.mesh_dim_names = {"replicate", "shard"}});
+  for (const auto strategy : {ShardingStrategy::HYBRID_SHARD, ShardingStrategy::HYBRID_SHARD_ZERO2}) {
+    test_fsdp_parity<NestedWrappedModule>(world.group(),
+                                          {.fsdp = {.mesh = mesh, .sharding_strategy = strategy}, .tolerance = 1e-6});
+  }
+  test_fsdp_parity<NestedWrappedModule>(world.group(),
+                                        {.fsdp = {.sharding_strategy = ShardingStrategy::NO_SHARD}, .tolerance = 1e-6});
   test_fsdp_parity<NestedWrappedModule>(world.group(), {.fsdp = {.mesh = mesh}, .tolerance = 1e-6});
   test_fsdp_parity<TransformerWithSharedParams>(world.group(), {.fsdp = {.mesh = mesh}, .tolerance = 1e-6});
 }
@@ -155,6 +198,7 @@ TEST(FsdpParity, HoldsInLowPrecisionAndWithAScaler) {
     for (const auto reduce : {std::optional<at::ScalarType>(), std::optional(at::kFloat)}) {
       const ParityOptions low{.fsdp = {.mp_policy = {.param_dtype = at::kBFloat16, .reduce_dtype = reduce}}};
       test_fsdp_parity<NestedWrappedModule>(world.group(), low);
+      test_fsdp_parity<TransformerWithSharedParams>(world.group(), low);
       test_fsdp_parity<NestedWrappedModule>(world.group(), scaled(low));
     }
     test_fsdp_parity<NestedWrappedModule>(world.group(), {.use_pure_fp16 = true});
