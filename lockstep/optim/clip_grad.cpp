@@ -72,7 +72,8 @@ at::Tensor local_norm(const std::vector<at::Tensor>& tensors, const NormOptions&
   // Rows that come several times count as their sum.
   for (const auto& tensor : tensors) values.push_back(dense_values_of(tensor.is_sparse() ? tensor.coalesce() : tensor));
   std::vector<at::Tensor> norms;
-  if (options.foreach) {
+  // A CPU's kernel for lists casts copies of all tensors first: far more memory than one after the other.
+  if (options.foreach && !(options.dtype && tensors.front().is_cpu())) {
     norms = at::_foreach_norm(values, options.norm_type, options.dtype);
   } else {
     for (const auto& each : values) {
