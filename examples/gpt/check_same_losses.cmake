@@ -1,4 +1,5 @@
-# However ranks divide the model, the demo's losses have the same bits. What rounds otherwise only has to run.
+# However two ranks divide the model, the demo's losses have the same bits. What rounds otherwise only has to run. (So do three ranks:
+# libtorch's fused AdamW rounds what a vector register is not filled with in another way, and thirds have such ends.)
 function(train name ranks)
   set(losses "${OUTPUT}/${name}.txt")
   file(REMOVE "${losses}")

@@ -2,6 +2,8 @@
 
 #include <torch/torch.h>
 
+#include <algorithm>
+
 namespace lockstep::examples {
 namespace {
 
@@ -64,11 +66,11 @@ class Sharded final : public Strategy {
     const auto kind = c10::DeviceTypeName(world.device().type(), /*lower_case=*/true);
     FullyShardOptions sharding;
     if (options.parallel == "hybrid") {
-      const auto ranks = world.world_size();
-      TORCH_CHECK(ranks % kSharding == 0, "--parallel hybrid divides the model between ", kSharding,
+      const int64_t ranks = world.world_size();
+      const auto dividing = std::min(kSharding, ranks);
+      TORCH_CHECK(ranks % dividing == 0, "--parallel hybrid divides the model between ", dividing,
                   " ranks, of which there are ", ranks, ". Start an even number of ranks.");
-      sharding.mesh =
-          init_device_mesh(kind, {ranks / kSharding, kSharding}, {.mesh_dim_names = {"replicate", "shard"}});
+      sharding.mesh = init_device_mesh(kind, {ranks / dividing, dividing}, {.mesh_dim_names = {"replicate", "shard"}});
     } else {
       sharding.mesh = DeviceMesh::from_group(world.group(), kind);
     }
