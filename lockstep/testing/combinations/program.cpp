@@ -1,5 +1,7 @@
 #include "lockstep/testing/combinations/program.h"
 
+#include <algorithm>
+#include <random>
 #include <sstream>
 
 #include "lockstep/base/env.h"
@@ -48,6 +50,23 @@ std::string text_of(const Program& program) {
   return text + "}\n";
 }
 
+/// Programs that no rule is about, drawn from all that have the values `fixed` names.
+std::vector<Combination> drawn_programs(uint64_t seed, const std::string& fixed) {
+  constexpr std::size_t kCount = 1000;
+  const auto& axes = programs().axes();
+  const auto given = programs().parse(fixed);
+  std::mt19937_64 engine(seed);
+  std::vector<Combination> list;
+  while (list.size() < kCount) {
+    auto one = given;
+    for (std::size_t i = 0; i < axes.size(); ++i) {
+      if (fixed.find(axes[i].name + "=") == std::string::npos) one[i] = engine() % axes[i].values.size();
+    }
+    if (programs().rules_of(one).empty()) list.push_back(std::move(one));
+  }
+  return list;
+}
+
 }  // namespace
 
 const Combinations& programs() {
@@ -84,8 +103,13 @@ std::string description_of(const Combination& combination) {
 
 std::vector<Combination> asked_for() {
   const auto text = env("LOCKSTEP_COMBINATIONS").value_or("pairs");
-  if (text.find('=') != std::string::npos) return {programs().parse(text)};
   const auto colon = text.find(':');
+  if (text.substr(0, colon) == "random") {
+    const auto comma = std::min(text.find(", "), text.size());
+    const auto seed = parse_integer("LOCKSTEP_COMBINATIONS", text.substr(colon + 1, comma - colon - 1));
+    return drawn_programs(static_cast<uint64_t>(seed), comma == text.size() ? "" : text.substr(comma + 2));
+  }
+  if (text.find('=') != std::string::npos) return {programs().parse(text)};
   const auto seed = colon == std::string::npos ? 1 : parse_integer("LOCKSTEP_COMBINATIONS", text.substr(colon + 1));
   const int strength = text.substr(0, colon) == "triples" ? 3 : 2;
   return programs().covering(strength, static_cast<uint64_t>(seed));

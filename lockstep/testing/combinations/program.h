@@ -106,7 +106,8 @@ std::string description_of(const Combination& combination);
 /// process does, or is refused as programs() has it; and in a world of another size. Collective.
 void run_program(const World& world, const Combination& combination);
 
-/// What LOCKSTEP_COMBINATIONS asks for: nothing or "pairs", "triples:SEED", or one program: "model=tied, world=2".
+/// What LOCKSTEP_COMBINATIONS asks for: nothing or "pairs", "triples:SEED", "random:SEED, way=plain", or one program:
+/// "model=tied, world=2".
 std::vector<Combination> asked_for();
 
 }  // namespace lockstep::testing::combinations

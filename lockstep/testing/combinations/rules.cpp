@@ -113,12 +113,9 @@ std::vector<Rule> program_rules() {
       {.when = {kSharded, "inputs=uneven"}, .text = "units take no part in Join yet", .kind = kSenseless},
       {.when = {kSharded, "event=wrap again|unfreeze and wrap again"}, .text = "is sharded already"},
       {.when = {kSharded, "model=sparse"}, .text = "is sparse, which cannot be sharded"},
-      {.when = {kSharded, "model=shared storage"},
-       .text = "each parameter gets memory of its own, which is not refused yet",
-       .kind = kSenseless},
-      {.when = {kSharded, "model=branches by rank", "world=2|3"},
-       .text = "ranks that gather different units at a time are not told yet",
-       .kind = kSenseless},
+      {.when = {kSharded, "model=shared storage"}, .text = "share memory"},
+      // Ranks gather different units at a time.
+      {.when = {kSharded, "model=branches by rank", "world=2|3"}, .text = kMismatch},
 
       // Ways to reduce.
       {.when = {"wrapper=per_parameter", "loop=weighted"}, .text = "a weighted backward needs buckets"},
