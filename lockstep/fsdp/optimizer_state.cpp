@@ -11,6 +11,7 @@
 
 #include "lockstep/base/str.h"
 #include "lockstep/comm/agreement.h"
+#include "lockstep/fsdp/flat_pieces.h"
 #include "lockstep/shard/gather.h"
 #include "lockstep/shard/layout_of.h"
 #include "lockstep/state/optimizer_state.h"
@@ -25,6 +26,7 @@ struct StatefulParameter {
   std::vector<std::string> names;  // in the module; several if it is tied
   at::Tensor tensor;
   std::shared_ptr<const Layout> layout;
+  std::vector<detail::FlatPiece> pieces;  // of a flat one
 
   const std::string& name() const { return names.front(); }
   std::vector<int64_t> sizes() const { return layout ? layout->sizes() : tensor.sizes().vec(); }
@@ -36,6 +38,7 @@ std::vector<StatefulParameter> stateful_parameters(const torch::nn::Module& modu
   for (const auto& item : module.named_parameters()) {
     names[item.value().unsafeGetTensorImpl()].push_back(item.key());
   }
+  const auto flat = detail::flat_pieces(module);
   std::vector<StatefulParameter> parameters;
   for (const auto& tensor : parameters_of(optimizer)) {
     const auto found = names.find(tensor.unsafeGetTensorImpl());
@@ -43,7 +46,9 @@ std::vector<StatefulParameter> stateful_parameters(const torch::nn::Module& modu
         found != names.end(), "[lockstep/fsdp] parameter ", parameters.size(),
         " of the optimizer is none of the module's, and has no name. Make the optimizer after fully_shard(), of "
         "the module's parameters().");
-    parameters.push_back({found->second, tensor, layout_of(tensor)});
+    const auto pieces = flat.find(tensor.unsafeGetTensorImpl());
+    parameters.push_back({found->second, tensor, layout_of(tensor),
+                          pieces == flat.end() ? std::vector<detail::FlatPiece>() : pieces->second});
   }
   return parameters;
 }
@@ -72,6 +77,33 @@ NamedOptimizerState named_state_of(const std::vector<StatefulParameter>& paramet
     }
   }
   return named;
+}
+
+/// Puts the names of what a flat parameter consists of in the place of its own.
+void split(NamedOptimizerState& state, const StatefulParameter& parameter) {
+  if (parameter.pieces.empty()) return;
+  for (auto& group : state.param_groups) {
+    std::vector<std::string> names;
+    for (const auto& name : group.params) {
+      if (name != parameter.name()) {
+        names.push_back(name);
+        continue;
+      }
+      for (const auto& piece : parameter.pieces) names.push_back(piece.name);
+    }
+    group.params = std::move(names);
+  }
+  const auto found = state.state.find(parameter.name());
+  if (found == state.state.end()) return;
+  const auto values = found->second;
+  state.state.erase(found);
+  const auto sizes = parameter.sizes();
+  for (const auto& piece : parameter.pieces) {
+    auto& into = state.state[piece.name];
+    for (const auto& [name, value] : values) {
+      into.emplace(name, has_sizes(value, sizes) ? c10::IValue(piece.in(value.toTensor()).clone()) : value);
+    }
+  }
 }
 
 /// Ranks gather the same tensors, or throw together.
@@ -157,7 +189,9 @@ NamedOptimizerState full_optimizer_state_dict(const torch::nn::Module& module, c
       value = !is_kept ? at::Tensor() : options.cpu_offload ? whole.cpu() : whole;
     }
   }
-  return is_kept ? state : NamedOptimizerState();
+  if (!is_kept) return {};
+  for (const auto& parameter : parameters) split(state, parameter);
+  return state;
 }
 
 NamedOptimizerState sharded_optimizer_state_dict(const torch::nn::Module& module,
@@ -201,6 +235,15 @@ struct OptimizerStateLoader::Wanted {
   StatefulParameter parameter;
   std::map<std::string, PartialTensor> tensors = {};
   NamedValues others = {};
+
+  PartialTensor& tensor(const std::string& name) {
+    const auto found = tensors.find(name);
+    if (found != tensors.end()) return found->second;
+    const auto part = parameter.layout ? parameter.layout->part() : whole_part(parameter.sizes());
+    const auto text = str(parameter.name(), "' ('", name);
+    return tensors.emplace(name, PartialTensor(text, parameter.sizes(), part, parameter.tensor.options()))
+        .first->second;
+  }
 };
 
 OptimizerStateLoader::OptimizerStateLoader(const torch::nn::Module& module, torch::optim::Optimizer& optimizer,
@@ -208,6 +251,9 @@ OptimizerStateLoader::OptimizerStateLoader(const torch::nn::Module& module, torc
     : optimizer_(optimizer), options_(options) {
   for (auto& parameter : stateful_parameters(module, optimizer)) wanted_.push_back({std::move(parameter)});
   for (const auto& item : module.named_parameters()) module_names_.insert(item.key());
+  for (const auto& wanted : wanted_) {
+    for (const auto& piece : wanted.parameter.pieces) module_names_.insert(piece.name);
+  }
 }
 
 OptimizerStateLoader::~OptimizerStateLoader() = default;
@@ -228,6 +274,9 @@ void OptimizerStateLoader::add(const NamedOptimizerState& part) {
       add(wanted, found->second, sharding == part.shardings.end() ? nullptr : &sharding->second);
       break;
     }
+    for (const auto& piece : wanted.parameter.pieces) {
+      if (const auto found = part.state.find(piece.name); found != part.state.end()) add(wanted, found->second, piece);
+    }
   }
   for (const auto& [name, values] : part.state) {
     if (!module_names_.contains(name)) unknown_.insert(name);
@@ -247,16 +296,23 @@ void OptimizerStateLoader::add(Wanted& wanted, const NamedValues& values, const 
       wanted.others.emplace(name, value);
       continue;
     }
-    const auto part = parameter.layout ? parameter.layout->part() : whole_part(parameter.sizes());
-    auto found = wanted.tensors.find(name);
-    if (found == wanted.tensors.end()) {
-      found = wanted.tensors
-                  .emplace(name, PartialTensor(str(parameter.name(), "' ('", name), parameter.sizes(), part,
-                                               parameter.tensor.options()))
-                  .first;
-    }
-    found->second.add(
+    wanted.tensor(name).add(
         {.local = value.toTensor(), .sharding = sharding == nullptr ? std::nullopt : std::optional(*sharding)});
+  }
+}
+
+void OptimizerStateLoader::add(Wanted& wanted, const NamedValues& values, const FlatPiece& piece) {
+  if (options_.ignore_frozen_params && !wanted.parameter.tensor.requires_grad()) return;
+  for (const auto& [name, value] : values) {
+    if (is_unused(value)) continue;
+    if (!value.isTensor() || value.toTensor().dim() == 0) {
+      wanted.others.emplace(name, value);
+      continue;
+    }
+    TORCH_CHECK(has_sizes(value, piece.sizes), "[lockstep/fsdp] '", name, "' of '", piece.name, "' has sizes ",
+                value.toTensor().sizes(), ", not ", at::IntArrayRef(piece.sizes));
+    wanted.tensor(name).add(value.toTensor().reshape({-1}),
+                            {.offsets = {piece.offset}, .sizes = {piece.elements}, .local_offsets = {0}});
   }
 }
 
@@ -288,7 +344,9 @@ void OptimizerStateLoader::finish() {
     auto& into = dict.param_groups[i];
     const NamedOptimizerState::Group* from = nullptr;
     for (const auto index : into.params) {
-      const auto& names = wanted_[static_cast<std::size_t>(index)].parameter.names;
+      const auto& parameter = wanted_[static_cast<std::size_t>(index)].parameter;
+      auto names = parameter.names;
+      for (const auto& piece : parameter.pieces) names.push_back(piece.name);
       const auto found = std::find_if(groups_.begin(), groups_.end(), [&](const auto& group) {
         return std::any_of(names.begin(), names.end(), [&](const auto& name) {
           return std::find(group.params.begin(), group.params.end(), name) != group.params.end();

@@ -35,6 +35,7 @@ void load_sharded_optimizer_state_dict(const torch::nn::Module& module, torch::o
                                        const LoadShardedStateOptions& options = {});
 
 namespace detail {
+struct FlatPiece;
 
 /// The last one, one part after the other. Refers to the optimizer.
 class OptimizerStateLoader {
@@ -52,6 +53,7 @@ class OptimizerStateLoader {
  private:
   struct Wanted;
   void add(Wanted& wanted, const NamedValues& values, const Sharding* sharding);
+  void add(Wanted& wanted, const NamedValues& values, const FlatPiece& piece);
   void check_complete() const;
 
   torch::optim::Optimizer& optimizer_;

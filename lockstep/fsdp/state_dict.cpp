@@ -5,9 +5,12 @@
 #include <torch/nn/module.h>
 
 #include <optional>
+#include <unordered_map>
 #include <vector>
 
 #include "lockstep/base/str.h"
+#include "lockstep/fsdp/flat_pieces.h"
+#include "lockstep/fsdp/unit_registry.h"
 #include "lockstep/shard/gather.h"
 #include "lockstep/shard/layout_of.h"
 
@@ -17,21 +20,55 @@ namespace {
 struct Entry {
   std::string name;
   at::Tensor tensor;
-  std::shared_ptr<const Layout> layout;  // null for buffers and what is not sharded
-
+  std::shared_ptr<const Layout> layout = nullptr;  // null for buffers and what is not sharded
   bool is_frozen = false;
+  std::optional<at::ScalarType> saved_dtype = std::nullopt;  // of a buffer that was cast
+  std::optional<detail::FlatPiece> piece = std::nullopt;     // of `tensor`, a flat parameter
 
-  std::vector<int64_t> sizes() const { return layout ? layout->sizes() : tensor.sizes().vec(); }
+  std::vector<int64_t> sizes() const {
+    if (piece) return piece->sizes;
+    return layout ? layout->sizes() : tensor.sizes().vec();
+  }
 };
 
+/// What is registered.
 std::vector<Entry> entries_of(const torch::nn::Module& module) {
   std::vector<Entry> entries;
   for (const auto& item : module.named_parameters()) {
-    entries.push_back(
-        {item.key(), item.value().detach(), layout_of(item.value()), /*is_frozen=*/!item.value().requires_grad()});
+    entries.push_back({.name = item.key(),
+                       .tensor = item.value().detach(),
+                       .layout = layout_of(item.value()),
+                       .is_frozen = !item.value().requires_grad()});
   }
   for (const auto& item : module.named_buffers()) {
-    if (item.value().defined()) entries.push_back({item.key(), item.value().detach(), nullptr});
+    if (!item.value().defined()) continue;
+    entries.push_back(
+        {.name = item.key(), .tensor = item.value().detach(), .saved_dtype = detail::original_dtype_of(item.value())});
+  }
+  return entries;
+}
+
+/// The same, with what flat parameters consist of in their place.
+std::vector<Entry> original_entries_of(const torch::nn::Module& module) {
+  const auto flat = detail::flat_pieces(module);
+  if (flat.empty()) return entries_of(module);
+  std::unordered_map<std::string, const std::vector<detail::FlatPiece>*> by_name;
+  for (const auto& item : module.named_parameters()) {
+    const auto found = flat.find(item.value().unsafeGetTensorImpl());
+    if (found != flat.end()) by_name.emplace(item.key(), &found->second);
+  }
+  std::vector<Entry> entries;
+  for (const auto& entry : entries_of(module)) {
+    const auto found = by_name.find(entry.name);
+    if (found == by_name.end()) {
+      entries.push_back(entry);
+      continue;
+    }
+    for (const auto& piece : *found->second) {
+      auto& part = entries.emplace_back(entry);
+      part.name = piece.name;
+      part.piece = piece;
+    }
   }
   return entries;
 }
@@ -73,7 +110,20 @@ std::string problem_of(const std::vector<Entry>& entries, const ModuleState& sta
   return "";
 }
 
+/// This rank's part of what a flat parameter has of it.
+void take_piece(const Entry& entry, const at::Tensor& whole) {
+  const auto& piece = *entry.piece;
+  const auto mine = entry.layout->part();
+  for (const auto& range : mine.ranges().front()) {
+    const auto common = intersection(range, {piece.offset, piece.offset + piece.elements});
+    if (common.is_empty()) continue;
+    entry.tensor.narrow(0, common.begin - range.begin, common.size())
+        .copy_(whole.reshape({-1}).narrow(0, common.begin - piece.offset, common.size()));
+  }
+}
+
 void take(const Entry& entry, const at::Tensor& whole) {
+  if (entry.piece) return take_piece(entry, whole);
   const auto value = entry.layout ? entry.layout->cut(whole) : whole;
   entry.tensor.copy_(value);
 }
@@ -82,22 +132,28 @@ void take(const Entry& entry, const at::Tensor& whole) {
 
 ModuleState full_state_dict(const torch::nn::Module& module, const FullStateOptions& options) {
   const at::NoGradGuard no_grad;
-  const auto entries = entries_of(module);
   const bool is_kept = !options.rank0_only || is_first_rank(largest_mesh(module.parameters()));
   ModuleState state;
-  for (const auto& entry : entries) {
+  at::Tensor flat;  // whole
+  for (const auto& entry : original_entries_of(module)) {
     if (entry.is_frozen && options.ignore_frozen_params) continue;
-    auto whole = entry.layout ? gather_whole(entry.tensor, *entry.layout)
-                 : is_kept    ? entry.tensor.clone()
-                              : at::Tensor();
-    if (is_kept) state.emplace(entry.name, options.cpu_offload ? whole.cpu() : whole);
+    at::Tensor whole;
+    if (entry.piece) {
+      if (entry.piece->offset == 0) flat = gather_whole(entry.tensor, *entry.layout);
+      if (is_kept) whole = entry.piece->in(flat).clone();
+    } else {
+      whole = entry.layout ? gather_whole(entry.tensor, *entry.layout) : is_kept ? entry.tensor.clone() : at::Tensor();
+    }
+    if (!is_kept) continue;
+    if (entry.saved_dtype) whole = whole.to(*entry.saved_dtype);
+    state.emplace(entry.name, options.cpu_offload ? whole.cpu() : whole);
   }
   return state;
 }
 
 void load_full_state_dict(torch::nn::Module& module, const ModuleState& state, const LoadFullStateOptions& options) {
   const at::NoGradGuard no_grad;
-  const auto entries = entries_of(module);
+  const auto entries = original_entries_of(module);
   const auto mesh = options.broadcast_from_rank0 ? largest_mesh(module.parameters()) : std::nullopt;
   if (!mesh) {
     const auto problem = problem_of(entries, state, options);

@@ -4,7 +4,8 @@
 //   sharded_state_dict()   this rank's parts, and where they belong. Local
 //
 // Both load into a module that is sharded over any number of ranks, or not at all. For files see fsdp/sharded_files.h.
-// torch::save() of the module writes this rank's shards as they are, for the same number of ranks.
+// torch::save() of the module writes this rank's shards as they are, for the same number of ranks. What flat parameters
+// consist of has its own names in whole state; in parts it is one tensor, for modules with the same flat parameters.
 #pragma once
 
 #include <ATen/core/Tensor.h>

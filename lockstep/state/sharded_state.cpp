@@ -232,16 +232,18 @@ void PartialTensor::add(const ShardedTensor& given) {
               "], the one that was saved [", join(sizes, ", "), "]");
   TORCH_CHECK(given.local.sizes() == at::IntArrayRef(part.sizes()), "[lockstep/state] a part of '", name_,
               "' has sizes ", given.local.sizes(), ", not [", join(part.sizes(), ", "), "]");
+  for (const auto& box : part.boxes()) add(given.local, box);
+}
+
+void PartialTensor::add(const at::Tensor& local, const TensorBox& box) {
+  if (!seen_.emplace(box.offsets, box.sizes).second) return;
   const at::NoGradGuard no_grad;
-  for (const auto& theirs : part.boxes()) {
-    if (!seen_.emplace(theirs.offsets, theirs.sizes).second) continue;
-    for (const auto& ours : wanted_.boxes()) {
-      const auto common = common_box(ours, theirs);
-      if (!common) continue;
-      const auto into = box_of(values_, inside(ours, *common));
-      into.copy_(box_of(given.local, inside(theirs, *common)));
-      covered_ += into.numel();
-    }
+  for (const auto& ours : wanted_.boxes()) {
+    const auto common = common_box(ours, box);
+    if (!common) continue;
+    const auto into = box_of(values_, inside(ours, *common));
+    into.copy_(box_of(local, inside(box, *common)));
+    covered_ += into.numel();
   }
 }
 

@@ -73,6 +73,8 @@ class PartialTensor {
 
   /// Takes what it needs of a part. Throws if the part is of a tensor of other sizes.
   void add(const ShardedTensor& part);
+  /// The elements of a box, which lie in `local` as it says.
+  void add(const at::Tensor& local, const TensorBox& box);
   /// Throws unless all of it has come.
   const at::Tensor& finished() const;
 

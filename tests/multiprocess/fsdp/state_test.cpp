@@ -5,11 +5,11 @@
 
 #include "lockstep/fsdp/sharded_files.h"
 #include "lockstep/testing/temp_dir.h"
-#include "tests/support/fsdp_models.h"
+#include "tests/support/fsdp_state_models.h"
 
 namespace lockstep::fsdp_processes_test {
 
-using namespace fsdp_models;
+using namespace fsdp_state_models;
 using namespace std::chrono_literals;
 using torch::optim::AdamW;
 

@@ -298,4 +298,35 @@ TEST(FsdpOptimizerState, IsRefusedIfRanksDiffer) {
   });
 }
 
+// FSDP-16, FSDP-75, FSDP-78: what a flat parameter consists of has its own names, in both directions.
+TEST(FsdpOptimizerState, OfFlatParametersHasTheNamesOfTheirParts) {
+  on_ranks(3, [](const World& world) {
+    const auto trained = [&](bool use_orig_params, int from, int to, const ModuleState& model_state,
+                             const NamedOptimizerState& optimizer_state) {
+      auto model = seeded(from == 0 ? 5 : 6, [] { return ddp_models::Mlp(std::vector<int64_t>{5, 7, 3}); });
+      fully_shard(model->layers[0], {.mesh = mesh_of(world), .use_orig_params = use_orig_params});
+      fully_shard(model, {.mesh = mesh_of(world), .use_orig_params = use_orig_params});
+      if (from > 0) load_full_state_dict(*model, model_state);
+      torch::optim::AdamW optimizer(model->parameters(), from == 0 ? 0.01 : 0.5);
+      if (from > 0) load_full_optimizer_state_dict(*model, optimizer, optimizer_state);
+      train(model, optimizer, from, to);
+      return std::pair(full_state_dict(*model), full_optimizer_state_dict(*model, optimizer));
+    };
+    const auto [expected, expected_state] = trained(true, 0, 5, {}, {});
+    const auto [flat, flat_state] = trained(false, 0, 3, {}, {});
+    EXPECT_EQ(flat_state.state.size(), 4U);
+    EXPECT_EQ(flat_state.state.at("layer1.weight").at("exp_avg").toTensor().sizes(), at::IntArrayRef({3, 7}));
+    EXPECT_EQ(flat_state.param_groups[0].params.size(), 4U);
+    for (const bool use_orig_params : {false, true}) {
+      const auto [resumed, resumed_state] = trained(use_orig_params, 3, 5, flat, flat_state);
+      for (const auto& [name, value] : expected) EXPECT_TRUE(at::allclose(value, resumed.at(name), 1e-5, 1e-6)) << name;
+      for (const auto& [name, values] : expected_state.state) {
+        EXPECT_TRUE(at::allclose(values.at("exp_avg").toTensor(), resumed_state.state.at(name).at("exp_avg").toTensor(),
+                                 1e-4, 1e-6))
+            << name;
+      }
+    }
+  });
+}
+
 }  // namespace lockstep::fsdp_optimizer_state_test

@@ -206,6 +206,25 @@ TEST(FsdpState, WholeEqualsDdpsKeyByKeyAndLoadsIntoAnUnshardedModule) {
   }
 }
 
+// FSDP-50, FSDP-53, FSDP-75
+TEST(FsdpState, KeepsDtypesUnderAPolicy) {
+  on_ranks(2, [](const World& world) {
+    auto whole = net();
+    auto model = net();
+    sharded(model,
+            {.mesh = mesh_of(world), .mp_policy = {.param_dtype = at::kBFloat16, .buffer_dtype = at::kBFloat16}});
+    EXPECT_EQ(model->blocks[0]->norm->running_mean.scalar_type(), at::kBFloat16);
+    const auto state = full_state_dict(*model);
+    for (const auto& item : whole->named_parameters()) {
+      EXPECT_EQ(state.at(item.key()).scalar_type(), at::kFloat) << item.key();
+      EXPECT_TRUE(state.at(item.key()).equal(item.value())) << item.key();
+    }
+    for (const auto& item : whole->named_buffers()) {
+      EXPECT_EQ(state.at(item.key()).scalar_type(), item.value().scalar_type()) << item.key();
+    }
+  });
+}
+
 // FSDP-75, FSDP-76
 TEST(FsdpState, MayLeaveOutFrozenParameters) {
   on_ranks(2, [](const World& world) {
