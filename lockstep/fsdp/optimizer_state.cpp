@@ -40,7 +40,7 @@ std::vector<StatefulParameter> stateful_parameters(const torch::nn::Module& modu
   }
   const auto flat = detail::flat_pieces(module);
   std::vector<StatefulParameter> parameters;
-  for (const auto& tensor : parameters_of(optimizer)) {
+  for (const auto& tensor : optimized_parameters(optimizer)) {
     const auto found = names.find(tensor.unsafeGetTensorImpl());
     TORCH_CHECK(
         found != names.end(), "[lockstep/fsdp] parameter ", parameters.size(),
@@ -176,7 +176,7 @@ NamedOptimizerState full_optimizer_state_dict(const torch::nn::Module& module, c
   const at::NoGradGuard no_grad;
   const auto parameters = stateful_parameters(module, optimizer);
   auto state = named_state_of(parameters, optimizer, options.ignore_frozen_params);
-  const auto mesh = largest_mesh(parameters_of(optimizer));
+  const auto mesh = largest_mesh(optimized_parameters(optimizer));
   if (mesh) check_same_state(parameters, state, *mesh);
   const bool is_kept = !options.rank0_only || is_first_rank(mesh);
   for (const auto& parameter : parameters) {
@@ -211,9 +211,9 @@ NamedOptimizerState sharded_optimizer_state_dict(const torch::nn::Module& module
 void load_full_optimizer_state_dict(const torch::nn::Module& module, torch::optim::Optimizer& optimizer,
                                     const NamedOptimizerState& state, const LoadFullStateOptions& options) {
   detail::OptimizerStateLoader loader(module, optimizer, {options.strict, options.ignore_frozen_params});
-  const auto mesh = options.broadcast_from_rank0 ? largest_mesh(parameters_of(optimizer)) : std::nullopt;
+  const auto mesh = options.broadcast_from_rank0 ? largest_mesh(optimized_parameters(optimizer)) : std::nullopt;
   if (mesh) {
-    pass_on(*mesh, state, is_first_rank(mesh), parameters_of(optimizer).front().device(),
+    pass_on(*mesh, state, is_first_rank(mesh), optimized_parameters(optimizer).front().device(),
             [&](const NamedOptimizerState& one) { loader.add(one); });
   } else {
     loader.add(state);

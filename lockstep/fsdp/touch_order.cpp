@@ -22,7 +22,7 @@ void TouchOrder::touch(Unit unit) {
       return;
     }
     position_ = 0;
-    seen_ = {{unit, 1}};
+    seen_.assign(1, Run{unit, 1});
     return;
   }
   follow(unit);

@@ -248,7 +248,7 @@ at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max
 
 at::Tensor clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm, const NormOptions& options) {
   auto* sharded = dynamic_cast<ShardedGradients*>(&optimizer);
-  if (sharded == nullptr) return clip_grad_norm_(parameters_of(optimizer), max_norm, options);
+  if (sharded == nullptr) return clip_grad_norm_(optimized_parameters(optimizer), max_norm, options);
   auto of_shards = options;
   of_shards.device = sharded->gradient_device();
   const auto norm = get_total_norm_of_shards(sharded->gradients_for_norm(), of_shards);
@@ -262,7 +262,7 @@ void clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_val
 
 void clip_grad_value_(torch::optim::Optimizer& optimizer, double clip_value, bool foreach) {
   auto* sharded = dynamic_cast<ShardedGradients*>(&optimizer);
-  limit_values(sharded != nullptr ? all_of(sharded->own_gradients()) : gradients_of(parameters_of(optimizer)),
+  limit_values(sharded != nullptr ? all_of(sharded->own_gradients()) : gradients_of(optimized_parameters(optimizer)),
                clip_value, foreach);
 }
 

@@ -23,7 +23,7 @@ namespace {
 
 std::vector<GradientShard> gradients_of(torch::optim::Optimizer& optimizer) {
   if (auto* sharded = dynamic_cast<ShardedGradients*>(&optimizer)) return sharded->own_gradients();
-  return shards_by_layout(parameters_of(optimizer));
+  return shards_by_layout(optimized_parameters(optimizer));
 }
 
 }  // namespace

@@ -114,7 +114,7 @@ void assign_values(torch::optim::OptimizerOptions& options, const NamedValues& v
   options.serialize(opened);
 }
 
-std::vector<at::Tensor> parameters_of(const torch::optim::Optimizer& optimizer) {
+std::vector<at::Tensor> optimized_parameters(const torch::optim::Optimizer& optimizer) {
   std::vector<at::Tensor> parameters;
   for (const auto& group : optimizer.param_groups()) {
     parameters.insert(parameters.end(), group.params().begin(), group.params().end());

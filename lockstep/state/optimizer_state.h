@@ -24,7 +24,7 @@ struct OptimizerStateDict {
 };
 
 /// Over the groups, in their order: numbered as in an OptimizerStateDict.
-std::vector<at::Tensor> parameters_of(const torch::optim::Optimizer& optimizer);
+std::vector<at::Tensor> optimized_parameters(const torch::optim::Optimizer& optimizer);
 
 /// What the optimizer holds now. Tensors are the optimizer's own, not copies.
 OptimizerStateDict state_dict_of(const torch::optim::Optimizer& optimizer);
