@@ -3,7 +3,7 @@
 function(train name ranks)
   set(losses "${OUTPUT}/${name}.txt")
   file(REMOVE "${losses}")
-  execute_process(COMMAND "${RUN}" -n ${ranks} --timeout 110s --no-prefix "${PROGRAM}" --steps 12 --progress none --losses "${losses}" ${ARGN}
+  execute_process(COMMAND "${RUN}" -n ${ranks} --timeout 110s --no-prefix "${PROGRAM}" --device cpu --steps 12 --progress none --losses "${losses}" ${ARGN}
     OUTPUT_QUIET COMMAND_ERROR_IS_FATAL ANY)
   file(STRINGS "${losses}" lines)
   list(LENGTH lines count)

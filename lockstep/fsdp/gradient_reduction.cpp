@@ -239,7 +239,7 @@ void GradientReduction::add_partials(const Reduction& reduction) {
 void GradientReduction::finish_scatter() {
   const at::NoGradGuard no_grad;
   for (auto& reduction : std::exchange(scattering_, {})) {
-    reduction.pending.wait();
+    std::exchange(reduction.pending, {}).wait();  // which holds on to the input as well
     reduction.input.reset();
     if (replicas_) {
       add_partials(reduction);
@@ -254,7 +254,7 @@ void GradientReduction::finish_scatter() {
 void GradientReduction::finish_replicas() {
   const at::NoGradGuard no_grad;
   for (auto& reduction : std::exchange(replicating_, {})) {
-    reduction.pending.wait();
+    std::exchange(reduction.pending, {}).wait();
     if (reduction.scale_after != 1) reduction.output.mul_(reduction.scale_after);
     if (reduction.settings.on_reduced) reduction.settings.on_reduced(reduction.output);
     reduced_.push_back(std::move(reduction));

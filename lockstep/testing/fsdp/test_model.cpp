@@ -48,7 +48,10 @@ DeviceMesh TestGroups::mesh() const {
 
 c10::Device compute_device() {
   const auto world = current_world();
-  return world ? world->device() : c10::Device(at::kCPU);
+  if (!world || world->device().is_cpu()) return at::kCPU;
+  // Rank threads share a device by backends that copy through the host: there is nothing to gain.
+  const bool is_native = world->group()->getBackend(world->device().type())->getBackendName() == "nccl";
+  return is_native ? world->device() : c10::Device(at::kCPU);
 }
 
 FullyShardOptions with_mesh(FullyShardOptions options, const TestGroups& groups) {

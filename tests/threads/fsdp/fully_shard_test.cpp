@@ -102,7 +102,7 @@ TEST(FullyShard, KeepsVersionsWhileMemoryComesAndGoes) {
   });
 }
 
-// FSDP-12
+// FSDP-12, FSDP-34
 TEST(FullyShard, RefusesWhatCannotBeCut) {
   testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
     const FullyShardOptions options{.mesh = mesh_of(world)};

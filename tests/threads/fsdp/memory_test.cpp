@@ -3,6 +3,7 @@
 
 #include "lockstep/fsdp/memory_plan.h"
 #include "lockstep/fsdp/state_dict.h"
+#include "lockstep/intercept/deferred_init.h"
 #include "lockstep/nn/tied_parameters.h"
 #include "lockstep/testing/memory_probe.h"
 #include "tests/support/fsdp_models.h"
@@ -11,7 +12,7 @@ namespace lockstep::fsdp_memory_test {
 
 using namespace fsdp_models;
 
-// FSDP-98
+// FSDP-48, FSDP-98
 TEST(FsdpMemory, IsAsPlanned) {
   // One rank: of threads, one may free what another has allocated, and a probe counts those of its own.
   for (const auto& reshard : {std::optional<ReshardAfterForward>(), std::optional<ReshardAfterForward>(true),
@@ -35,6 +36,23 @@ TEST(FsdpMemory, IsAsPlanned) {
       EXPECT_NEAR(peak, static_cast<double>(plan.peak), 0.05 * peak) << plan.to_string();
     });
   }
+}
+
+// FSDP-22
+TEST(FsdpMemory, OfADeferredModelIsItsShardsAndOneUnit) {
+  testing::run_threads_in_gtest({.world_size = 4}, [](const World& world) {
+    constexpr int64_t kUnit = (256 * 256 + 256) * 4;
+    auto model = deferred_init([] {
+      torch::nn::Sequential layers;
+      for (int i = 0; i < 8; ++i) layers->push_back(torch::nn::Linear(256, 256));
+      return layers;
+    });
+    const testing::MemoryProbe probe;
+    for (std::size_t i = 0; i < 8; ++i) fully_shard(*model->ptr(i), {.mesh = mesh_of(world)});
+    fully_shard(model, {.mesh = mesh_of(world)});
+    // The unit, and its part before it lies in its place.
+    probe.expect_peak_at_most(8 * kUnit / 4 + kUnit + kUnit / 4 + kUnit / 10);
+  });
 }
 
 struct TiedImpl : torch::nn::Module {

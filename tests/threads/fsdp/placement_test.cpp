@@ -114,7 +114,7 @@ TEST(FsdpPlacement, HoldsParametersOfTwoMeshes) {
   });
 }
 
-// FSDP-11
+// FSDP-11, FSDP-33
 TEST(FsdpPlacement, SeveralModulesMakeOneUnit) {
   on_worlds([](const World& world) {
     const auto expected = [&] {
