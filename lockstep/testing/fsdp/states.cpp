@@ -53,14 +53,6 @@ void for_each_handle(const lockstep::detail::Unit& unit,
   }
 }
 
-using Summoned = std::vector<SummonGuard>;
-
-Summoned summon(const std::vector<FoundUnit>& units) {
-  Summoned guards;
-  for (const auto& each : units) guards.push_back(FsdpUnit(each.unit).summon_full_params({.recurse = false}));
-  return guards;
-}
-
 }  // namespace
 
 void assert_module_states(
@@ -91,23 +83,44 @@ void assert_module_states(
   }
 }
 
+void visit_full_params(const torch::nn::Module& model,
+                       const std::function<void(const std::string& name, const at::Tensor& whole)>& visit,
+                       bool recurse) {
+  const at::NoGradGuard no_grad;
+  auto units = found_units(model);
+  if (!recurse) std::erase_if(units, [](const FoundUnit& each) { return !each.name.empty(); });
+  std::vector<SummonGuard> guards;
+  for (const auto& each : units) guards.push_back(FsdpUnit(each.unit).summon_full_params({.recurse = false}));
+  for (const auto& [name, tensor] : lockstep::detail::parameters_of(model, {})) {
+    if (!name.ends_with("_flat_param")) visit(name, tensor);
+  }
+  // Flat parameters have many, whose names only the unit knows.
+  for (const auto& each : units) {
+    if (each.unit->options().use_orig_params) continue;
+    for_each_handle(*each.unit, [&](const lockstep::detail::WholeHandle& handle) {
+      visit(lockstep::detail::joined_name(each.name, handle.name), handle.tensor());
+    });
+  }
+}
+
 void zero_model(torch::nn::Module& model, const ZeroModelOptions& options) {
   const at::NoGradGuard no_grad;
-  const auto summoned = options.summon ? summon(found_units(model)) : Summoned();
-  for (const auto& parameter : model.parameters()) parameter.zero_();
+  if (options.summon) {
+    visit_full_params(model, [](const std::string& /*name*/, const at::Tensor& whole) { whole.zero_(); });
+  } else {
+    for (const auto& parameter : model.parameters()) parameter.zero_();
+  }
   if (!options.zero_buffers) return;
   for (const auto& buffer : model.buffers()) buffer.zero_();
 }
 
 ModuleState get_full_params(const torch::nn::Module& model, bool recurse) {
-  auto units = found_units(model);
-  if (!recurse) std::erase_if(units, [](const FoundUnit& each) { return !each.name.empty(); });
-  const auto summoned = summon(units);
   ModuleState params;
-  for (const auto& item : model.named_parameters()) {
-    params.emplace(item.key(), item.value().detach().to(compute_device(), item.value().scalar_type(),
-                                                        /*non_blocking=*/false, /*copy=*/true));
-  }
+  const auto copy = [&](const std::string& name, const at::Tensor& whole) {
+    params.emplace(name, whole.detach().to(compute_device(), whole.scalar_type(), /*non_blocking=*/false,
+                                           /*copy=*/true));
+  };
+  visit_full_params(model, copy, recurse);
   return params;
 }
 

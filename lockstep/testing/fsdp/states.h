@@ -26,8 +26,13 @@ struct ZeroModelOptions {
 /// Sets all parameters to zero.
 void zero_model(torch::nn::Module& model, const ZeroModelOptions& options = {});
 
-/// Copies of the whole parameters by name, where the rank computes. Without `recurse` only those of the unit that
-/// `model` is are whole, the others shards.
+/// Shows `visit` all parameters by name, whole, each once; what it writes is kept. Without `recurse` only those of the
+/// unit that `model` is are whole, the others shards.
+void visit_full_params(const torch::nn::Module& model,
+                       const std::function<void(const std::string& name, const at::Tensor& whole)>& visit,
+                       bool recurse = true);
+
+/// Copies of them, where the rank computes.
 ModuleState get_full_params(const torch::nn::Module& model, bool recurse = true);
 
 /// Whole state; floating tensors in half precision if asked for.

@@ -131,7 +131,8 @@ void compare_parts(const torch::nn::Module& module, const ModuleState& whole, co
 void compare(const World& world, const Case& subject) {
   auto model = make_model(subject, world);
   auto root = *unit_of(*model.module);
-  load_full_state_dict(*model.module, state_of(at_key(subject.all, "state")));
+  // Flat parameters do not know second names of tied ones.
+  load_full_state_dict(*model.module, state_of(at_key(subject.all, "state")), {.strict = !subject.is_flat});
   const auto mine = at_key(subject.all, "ranks").toListRef().at(static_cast<std::size_t>(world.rank())).toGenericDict();
   const auto inputs = mine.at("inputs").toListRef();
   const auto losses = tensors_of(mine.at("losses"));
@@ -180,7 +181,7 @@ void compare(const World& world, const Case& subject) {
 // FSDP-1, FSDP-2, FSDP-16, FSDP-18, FSDP-25 to FSDP-30, FSDP-50, FSDP-51, FSDP-60, FSDP-62, FSDP-65, FSDP-71
 TEST_F(FsdpOracle, LossesGradientsAndParametersAgreeWithPython) {
   const auto cases = reference().toListRef();
-  EXPECT_GT(cases.size(), 40U);
+  EXPECT_GT(cases.size(), 55U);
   for (const auto& value : cases) {
     const Case subject(value);
     SCOPED_TRACE(subject.name);
