@@ -55,7 +55,10 @@ TreeNode random_node(Dice& dice, int depth) {
     for (int i = 1 + dice.below(3); i > 0; --i) node.children.push_back(random_node(dice, depth - 1));
   }
   node.is_unit = !dice.one_in(3);
-  if (node.is_unit && dice.one_in(2)) node.reshard_after_forward = dice.one_in(2);
+  if (node.is_unit && dice.one_in(2)) {
+    const int choice = dice.below(3);
+    node.reshard_after_forward = choice == 2 ? ReshardAfterForward(2) : ReshardAfterForward(choice == 1);
+  }
   node.is_frozen = dice.one_in(5);
   return node;
 }
@@ -66,14 +69,17 @@ const char* name_of_kind(NodeKind kind) {
 }
 
 const char* name_of_step(ProgramStep step) {
-  static constexpr const char* kNames[] = {"train", "accumulate", "clip", "evaluate", "discard"};
+  static constexpr const char* kNames[] = {"train",   "accumulate",   "clip", "evaluate",
+                                           "discard", "two forwards", "throw"};
   return kNames[static_cast<std::size_t>(step)];
 }
 
 std::string describe_node(const TreeNode& node) {
   std::string text = node.is_frozen ? "frozen " : "";
   if (node.is_unit) text += "unit ";
-  if (node.reshard_after_forward) text += *node.reshard_after_forward ? "resharding " : "staying ";
+  if (const auto& reshard = node.reshard_after_forward) {
+    text += reshard->is_count() ? "halving " : reshard->ranks() == 1 ? "staying " : "resharding ";
+  }
   text += name_of_kind(node.kind);
   if (!has_children(node.kind)) return text;
   std::vector<std::string> children;
@@ -93,9 +99,10 @@ at::Tensor tree_loss(detail::TreeModel& model, int rank, std::size_t step, int n
 /// Trains a model by the program's steps. What differs between one process and a rank is given.
 struct Trainer {
   detail::TreeModel& model;
-  std::function<void(std::size_t step, int number)> backward;  // of the mean loss over the ranks
-  std::function<void(std::size_t step)> accumulate;            // the same, to be followed by a backward
+  std::function<void(std::size_t step, std::vector<int> numbers)> backward;  // of the mean loss over the ranks
+  std::function<void(std::size_t step)> accumulate;                          // the same, to be followed by a backward
   std::function<void(std::size_t step)> forward;
+  std::function<void(std::size_t step)> throwing;
   std::function<void()> clip;
 
   void train(const RandomProgram& program) const {
@@ -108,8 +115,12 @@ struct Trainer {
         continue;
       }
       optimizer.zero_grad();
+      if (kind == ProgramStep::kThrow) {
+        throwing(i);
+        continue;
+      }
       if (kind == ProgramStep::kAccumulate) accumulate(i);
-      backward(i, 0);
+      backward(i, kind == ProgramStep::kTwoForwards ? std::vector{0, 2} : std::vector{0});
       if (kind == ProgramStep::kClip) clip();
       optimizer.step();
     }
@@ -118,17 +129,20 @@ struct Trainer {
 
 std::vector<at::Tensor> train_in_one_process(const RandomProgram& program, detail::TreeModel& model, int rank) {
   std::vector<at::Tensor> losses;
-  const auto mean_backward = [&](std::size_t step, int number) {
+  const auto mean_backward = [&](std::size_t step, const std::vector<int>& numbers) {
     for (int each = 0; each < program.world_size; ++each) {
-      const auto loss = tree_loss(model, each, step, number);
-      if (each == rank) losses.push_back(loss.detach());
-      (loss / program.world_size).backward();
+      for (const int number : numbers) {
+        const auto loss = tree_loss(model, each, step, number);
+        if (each == rank) losses.push_back(loss.detach());
+        (loss / program.world_size).backward();
+      }
     }
   };
   Trainer{.model = model,
           .backward = mean_backward,
-          .accumulate = [&](std::size_t step) { mean_backward(step, 1); },
+          .accumulate = [&](std::size_t step) { mean_backward(step, {1}); },
           .forward = [&](std::size_t step) { losses.push_back(tree_loss(model, rank, step, 0).detach()); },
+          .throwing = [&](std::size_t step) { losses.push_back(tree_loss(model, rank, step, 0).detach()); },
           .clip = [&] { clip_grad_norm_(model.parameters(), kMaxNorm); }}
       .train(program);
   return losses;
@@ -143,13 +157,24 @@ std::vector<at::Tensor> train_sharded(const RandomProgram& program, detail::Tree
     return loss;
   };
   Trainer{.model = model,
-          .backward = [&](std::size_t step, int number) { run(step, number).backward(); },
+          .backward =
+              [&](std::size_t step, const std::vector<int>& numbers) {
+                auto loss = run(step, numbers.front());
+                if (numbers.size() > 1) loss = loss + run(step, numbers.back());
+                loss.backward();
+              },
           .accumulate =
               [&](std::size_t step) {
                 const auto no_sync = root.no_sync();
                 run(step, 1).backward();
               },
           .forward = [&](std::size_t step) { run(step, 0); },
+          .throwing =
+              [&](std::size_t step) {
+                const auto loss = run(step, 0) * 1;
+                loss.register_hook([](const at::Tensor&) { throw CheckFailure("thrown on purpose"); });
+                expect_error([&] { loss.backward(); }, {"thrown on purpose"});
+              },
           .clip = [&] { root.clip_grad_norm_(kMaxNorm); }}
       .train(program);
   return losses;
@@ -160,7 +185,9 @@ void compare_rank(const RandomProgram& program, const World& world) {
   const auto whole = build_deterministically_as(build);
   const auto expected = train_in_one_process(program, *whole, world.rank());
   const auto model = build_deterministically_as(build);
-  FullyShardOptions options;
+  FullyShardOptions options{.forward_prefetch = program.forward_prefetch,
+                            .backward_prefetch = program.backward_prefetch,
+                            .limit_all_gathers = program.limit_all_gathers};
   if (program.is_hybrid) {
     options.mesh = init_device_mesh("cpu", {2, 2}, {.mesh_dim_names = {"replicate", "shard"}});
   }
@@ -204,6 +231,9 @@ std::vector<RandomProgram> simpler_programs(const RandomProgram& program) {
     if (changed != program) programs.push_back(std::move(changed));
   };
   with([](RandomProgram& each) { each.is_hybrid = false; });
+  with([](RandomProgram& each) { each.forward_prefetch = true; });
+  with([](RandomProgram& each) { each.backward_prefetch = BackwardPrefetch::BACKWARD_PRE; });
+  with([](RandomProgram& each) { each.limit_all_gathers = true; });
   for (int size = 1; size < program.world_size; ++size) {
     with([size](RandomProgram& each) { each.world_size = size, each.is_hybrid = false; });
   }
@@ -222,8 +252,11 @@ std::vector<RandomProgram> simpler_programs(const RandomProgram& program) {
 std::string RandomProgram::describe() const {
   std::vector<std::string> names;
   for (const auto step : steps) names.emplace_back(name_of_step(step));
-  return str(world_size, is_hybrid ? " ranks in two replicas: " : " ranks: ", join(names, ", "), "; ",
-             describe_node(model));
+  static constexpr const char* kPrefetches[] = {"", "prefetch behind gradients, ", "no prefetch in backward, "};
+  return str(world_size,
+             is_hybrid ? " ranks in two replicas: " : " ranks: ", forward_prefetch ? "" : "no prefetch in forward, ",
+             kPrefetches[static_cast<std::size_t>(backward_prefetch)], limit_all_gathers ? "" : "all ahead, ",
+             join(names, ", "), "; ", describe_node(model));
 }
 
 RandomProgram random_program(uint64_t seed) {
@@ -231,9 +264,12 @@ RandomProgram random_program(uint64_t seed) {
   RandomProgram program;
   program.model = random_node(dice, 3);
   program.steps.clear();
-  for (int i = 2 + dice.below(4); i > 0; --i) program.steps.push_back(static_cast<ProgramStep>(dice.below(5)));
+  for (int i = 2 + dice.below(4); i > 0; --i) program.steps.push_back(static_cast<ProgramStep>(dice.below(7)));
   program.world_size = 1 + dice.below(4);
   program.is_hybrid = program.world_size == 4 && dice.one_in(2);
+  program.forward_prefetch = !dice.one_in(4);
+  if (dice.one_in(2)) program.backward_prefetch = static_cast<BackwardPrefetch>(dice.below(3));
+  program.limit_all_gathers = !dice.one_in(4);
   return program;
 }
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "lockstep/comm/world.h"
+#include "lockstep/fsdp/options.h"
 
 namespace lockstep::testing {
 
@@ -28,8 +29,8 @@ struct TreeNode {
   Kind kind = Kind::kLinear;
   std::vector<TreeNode> children = {};  // of the last four
   bool is_unit = false;
-  std::optional<bool> reshard_after_forward = std::nullopt;
-  bool is_frozen = false;  // its own parameters
+  std::optional<ReshardAfterForward> reshard_after_forward = std::nullopt;  // a number only if it divides the ranks
+  bool is_frozen = false;                                                   // its own parameters
 
   bool operator==(const TreeNode&) const = default;
 };
@@ -37,10 +38,12 @@ struct TreeNode {
 struct RandomProgram {
   enum class Step {
     kTrain,
-    kAccumulate,  // a batch under no_sync(), and another one
-    kClip,        // gradients are clipped
-    kEvaluate,    // a forward without gradients
-    kDiscard,     // a forward without a backward
+    kAccumulate,   // a batch under no_sync(), and another one
+    kClip,         // gradients are clipped
+    kEvaluate,     // a forward without gradients
+    kDiscard,      // a forward without a backward
+    kTwoForwards,  // one backward for two batches
+    kThrow,        // a backward that throws before it has come to the units
   };
   /// A trainable layer of the root stands behind it.
   TreeNode model = {};
@@ -48,6 +51,9 @@ struct RandomProgram {
   int world_size = 2;
   /// Of four ranks two shard and two replicate.
   bool is_hybrid = false;
+  bool forward_prefetch = true;
+  BackwardPrefetch backward_prefetch = BackwardPrefetch::BACKWARD_PRE;
+  bool limit_all_gathers = true;
 
   /// "2 ranks: train, clip; chain(unit linear, frozen norm)"
   std::string describe() const;

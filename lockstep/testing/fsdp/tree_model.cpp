@@ -53,6 +53,9 @@ void TreeModule::shard(const FullyShardOptions& options) {
   if (!node_.is_unit) return;
   auto own = options;
   own.reshard_after_forward = node_.reshard_after_forward;
+  const auto ranks = options.mesh->size(options.mesh->ndim() - 1);
+  const bool is_count = own.reshard_after_forward && own.reshard_after_forward->is_count();
+  if (is_count && ranks % own.reshard_after_forward->ranks() != 0) own.reshard_after_forward = true;
   fully_shard(*this, own);
 }
 
