@@ -171,8 +171,8 @@ std::vector<at::Tensor> train_sharded(const RandomProgram& program, detail::Tree
           .forward = [&](std::size_t step) { run(step, 0); },
           .throwing =
               [&](std::size_t step) {
-                const auto loss = run(step, 0) * 1;
-                loss.register_hook([](const at::Tensor&) { throw CheckFailure("thrown on purpose"); });
+                model.throw_in_backward();
+                const auto loss = run(step, 0);
                 expect_error([&] { loss.backward(); }, {"thrown on purpose"});
               },
           .clip = [&] { root.clip_grad_norm_(kMaxNorm); }}
@@ -274,7 +274,7 @@ RandomProgram random_program(uint64_t seed) {
 }
 
 std::string run_program(const RandomProgram& program, const AroundRank& around) {
-  const auto report = run_threads({.world_size = program.world_size}, [&](const World& world) {
+  const auto report = run_threads({.world_size = program.world_size, .completes_late = true}, [&](const World& world) {
     const auto body = [&] { compare_rank(program, world); };
     if (around) {
       around(world, body);

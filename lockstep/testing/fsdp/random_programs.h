@@ -43,7 +43,7 @@ struct RandomProgram {
     kEvaluate,     // a forward without gradients
     kDiscard,      // a forward without a backward
     kTwoForwards,  // one backward for two batches
-    kThrow,        // a backward that throws before it has come to the units
+    kThrow,        // a backward that throws half-way
   };
   /// A trainable layer of the root stands behind it.
   TreeNode model = {};
@@ -66,7 +66,7 @@ RandomProgram random_program(uint64_t seed);
 /// Runs `body` on a rank: for tests that put something around it.
 using AroundRank = std::function<void(const World& world, const std::function<void()>& body)>;
 
-/// What is wrong with the program; empty if nothing is. Starts ranks as threads.
+/// What is wrong with the program; empty if nothing is. Starts ranks as threads, whose collectives complete late.
 std::string run_program(const RandomProgram& program, const AroundRank& around = nullptr);
 
 /// A program that `fails` too, and none that is simpler by one thing does: a node, a unit, an option, a step, a rank.

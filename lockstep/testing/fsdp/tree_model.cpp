@@ -4,6 +4,9 @@
 #include <ATen/ops/tanh.h>
 
 #include <string>
+#include <utility>
+
+#include "lockstep/testing/run.h"
 
 namespace lockstep::testing::detail {
 
@@ -63,6 +66,16 @@ TreeModel::TreeModel(const TreeNode& node)
     : tree_(register_module("tree", std::make_shared<TreeModule>(node))),
       head_(register_module("head", torch::nn::Linear(TreeModule::kWidth, 3))) {
   to(at::kDouble);
+}
+
+at::Tensor TreeModel::forward(const at::Tensor& input) {
+  const auto hidden = tree_->forward(input);
+  auto output = head_->forward(hidden);
+  if (std::exchange(throws_, false)) {
+    const auto& place = hidden.requires_grad() ? hidden : output;
+    place.register_hook([](const at::Tensor&) { throw CheckFailure("thrown on purpose"); });
+  }
+  return output;
 }
 
 FsdpUnit TreeModel::shard(const FullyShardOptions& options) {

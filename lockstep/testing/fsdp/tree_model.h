@@ -37,13 +37,16 @@ class TreeModule : public torch::nn::Module {
 class TreeModel : public torch::nn::Module {
  public:
   explicit TreeModel(const TreeNode& node);
-  at::Tensor forward(const at::Tensor& input) { return head_->forward(tree_->forward(input)); }
+  at::Tensor forward(const at::Tensor& input);
+  /// The next forward's backward throws when it has come to the tree, or at its begin if nothing there is trained.
+  void throw_in_backward() { throws_ = true; }
   /// The model itself becomes the root.
   FsdpUnit shard(const FullyShardOptions& options);
 
  private:
   std::shared_ptr<TreeModule> tree_;
   torch::nn::Linear head_{nullptr};
+  bool throws_ = false;
 };
 
 }  // namespace lockstep::testing::detail

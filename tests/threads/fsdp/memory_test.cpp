@@ -30,10 +30,12 @@ TEST(FsdpMemory, IsAsPlanned) {
       for (int step = 0; step < 3; ++step) {
         model->zero_grad();
         probe.reset_peak();
-        model->forward(at::ones({1, 256})).sum().backward();
+        model->forward(at::ones({1, 256}).requires_grad_()).sum().backward();
       }
-      const auto peak = static_cast<double>(probe.total().peak_bytes);
-      EXPECT_NEAR(peak, static_cast<double>(plan.peak), 0.05 * peak) << plan.to_string();
+      // The backend of rank threads sums in memory of its own.
+      const auto peak = static_cast<double>(probe.total().peak_bytes - plan.units.front().whole_gradients);
+      EXPECT_NEAR(peak, static_cast<double>(plan.peak), 0.05 * peak)
+          << plan.to_string() << (reshard ? std::to_string(reshard->ranks()) : "unset");
     });
   }
 }
@@ -42,10 +44,12 @@ TEST(FsdpMemory, IsAsPlanned) {
 TEST(FsdpMemory, OfADeferredModelIsItsShardsAndOneUnit) {
   testing::run_threads_in_gtest({.world_size = 4}, [](const World& world) {
     constexpr int64_t kUnit = (256 * 256 + 256) * 4;
-    auto model = deferred_init([] {
-      torch::nn::Sequential layers;
-      for (int i = 0; i < 8; ++i) layers->push_back(torch::nn::Linear(256, 256));
-      return layers;
+    auto model = built_from_seed([] {
+      return deferred_init([] {
+        torch::nn::Sequential layers;
+        for (int i = 0; i < 8; ++i) layers->push_back(torch::nn::Linear(256, 256));
+        return layers;
+      });
     });
     const testing::MemoryProbe probe;
     for (std::size_t i = 0; i < 8; ++i) fully_shard(*model->ptr(i), {.mesh = mesh_of(world)});
