@@ -41,11 +41,12 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
-/// Ranks are threads here and share the generator.
+/// Ranks are threads here and share the generator: one builds at a time, whatever it is.
+inline std::mutex building;
+
 template <class Build>
 auto seeded(uint64_t seed, const Build& build) {
-  static std::mutex mutex;
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(building);
   torch::manual_seed(seed);
   return build();
 }
