@@ -613,7 +613,11 @@ void UnitTree::mirror(const StepEvent& event) {
       if (unit) end_operator(*unit);
       break;
     case StepEvent::Kind::kWeights:
-      if (const auto root = units_.back().lock()) add_weights(*root, 0, root->groups_.front()->device());
+      for (const auto& each : units()) {  // a root may have no parameters
+        if (each->groups_.empty()) continue;
+        if (const auto root = units_.back().lock()) add_weights(*root, 0, each->groups_.front()->device());
+        break;
+      }
       break;
     case StepEvent::Kind::kGradient:
       is_backward_mirrored_ = true;
