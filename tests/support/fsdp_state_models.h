@@ -4,6 +4,7 @@
 #include <torch/nn/modules/normalization.h>
 
 #include "lockstep/fsdp/fully_shard.h"
+#include "lockstep/nn/tied_parameters.h"
 #include "lockstep/shard/layout_of.h"
 #include "tests/support/ddp_models.h"
 
@@ -62,17 +63,6 @@ inline DeviceMesh mesh_of(const World& world) {
 inline FsdpUnit sharded(Net model, const FullyShardOptions& options) {
   for (auto& block : model->blocks) fully_shard(block, options);
   return fully_shard(model, options);
-}
-
-/// Each parameter once: tied ones would be stepped twice.
-inline std::vector<at::Tensor> unique_parameters(const torch::nn::Module& module) {
-  std::vector<at::Tensor> parameters;
-  for (const auto& each : module.parameters()) {
-    const bool is_new = std::none_of(parameters.begin(), parameters.end(),
-                                     [&](const at::Tensor& other) { return other.is_same(each); });
-    if (is_new) parameters.push_back(each);
-  }
-  return parameters;
 }
 
 /// Of rank `rank` in a step; the same on any number of ranks if `rank` is.
