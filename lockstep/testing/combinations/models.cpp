@@ -4,6 +4,8 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/randn.h>
+#include <ATen/ops/real.h>
+#include <ATen/ops/sqrt.h>
 #include <ATen/ops/tanh.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/embedding.h>
@@ -102,10 +104,15 @@ struct SparseNet : TwoLayers {
       register_module("table", torch::nn::Embedding(torch::nn::EmbeddingOptions(kRows, kHidden).sparse(true)));
 };
 
+/// Smooth: tanh of complex numbers has poles, and abs() a kink, where rounding becomes a difference.
+at::Tensor length(const at::Tensor& values) {
+  return at::sqrt(at::real(values * values.conj()) + 1);
+}
+
 struct ComplexNet : Net {
   at::Tensor forward(const at::Tensor& input, int64_t /*choice*/) {
-    const auto hidden = probe(at::tanh(at::matmul(input.to(first.scalar_type()), first.conj())));
-    return at::matmul(hidden, last).abs();
+    const auto hidden = at::matmul(input.to(first.scalar_type()), first.conj());
+    return length(at::matmul(probe(hidden / length(hidden)), last));
   }
   at::Tensor first = register_parameter("first", at::randn({kInputs, kHidden}, at::kComplexFloat));
   at::Tensor last = register_parameter("last", at::randn({kHidden, kOutputs}, at::kComplexFloat));

@@ -10,9 +10,9 @@
 #include "lockstep/comm/failure.h"
 #include "lockstep/comm/objects.h"
 #include "lockstep/comm/threads/thread_backend.h"
+#include "lockstep/fsdp/join.h"
 #include "lockstep/fsdp/optimizer_state.h"
 #include "lockstep/join/join.h"
-#include "lockstep/shard/gather.h"
 #include "lockstep/shard/layout_of.h"
 #include "lockstep/testing/combinations/trainer.h"
 #include "lockstep/testing/run.h"
@@ -57,7 +57,10 @@ class RankTrainer : public Trainer {
   }
 
   void backward(const at::Tensor& loss) override { loss.backward(); }
-  void weighted_backward(const at::Tensor& loss) override { part().ddp.base->backward(loss, weight_of(rank_)); }
+  void weighted_backward(const at::Tensor& loss) override {
+    auto& ddp = part().ddp;
+    ddp.root ? ddp.root->backward(loss, weight_of(rank_)) : ddp.base->backward(loss, weight_of(rank_));
+  }
   void penalize_weights() override { weight_penalty().backward(); }
   void without_sync(const std::function<void()>& body) override {
     std::vector<std::unique_ptr<NoSyncGuard>> guards;
@@ -104,10 +107,6 @@ class RankTrainer : public Trainer {
     // Some branches have not been taken.
     load_full_optimizer_state_dict(*part.model.net, *part.optimizer.optimizer, optimizer, {.strict = false});
   }
-  at::Tensor whole(const at::Tensor& parameter) const override {
-    const auto layout = layout_of(parameter);
-    return layout ? gather_whole(parameter, *layout) : parameter;
-  }
   std::string saved(const AnyOptimizer& optimizer) override {
     if (optimizer.zero == nullptr) return saved_optimizer(*optimizer.optimizer);
     optimizer.zero->consolidate_state_dict(0);
@@ -126,6 +125,8 @@ class RankTrainer : public Trainer {
   void shard(Part& part);
   void fail_once(Fault fault);
   void compare(int step);
+  /// What this rank should have.
+  Snapshot expected_after(int step) const;
 
   const World& world_;
   const std::vector<Snapshot> expected_;
@@ -175,14 +176,16 @@ void RankTrainer::fail_once(Fault fault) {
 void RankTrainer::in_scope(const std::function<void()>& steps, int last_step) {
   if (!program_.has_uneven_inputs) return steps();
   std::vector<Joinable*> joinables;
+  std::vector<std::unique_ptr<FsdpJoinable>> of_units;
   JoinSettings settings;
   settings.options.weighted = program_.loop.name == "weighted";
   for (auto& each : parts_) {
-    joinables.push_back(each.ddp.base);
+    if (each.ddp.root) of_units.push_back(std::make_unique<FsdpJoinable>(*each.ddp.root));
+    joinables.push_back(each.ddp.root ? static_cast<Joinable*>(of_units.back().get()) : each.ddp.base);
     if (each.optimizer.zero != nullptr && !each.optimizer.steps_in_backward) joinables.push_back(each.optimizer.zero);
   }
   if (program_.loop.before_step) settings.before_mirrored_step = [&] { program_.loop.before_step(*this); };
-  settings.on_mirrored_step = [&] {
+  const auto update = [&] {
     for (auto& each : parts_) {
       if (each.optimizer.zero != nullptr) continue;
       each.optimizer.step();
@@ -190,7 +193,10 @@ void RankTrainer::in_scope(const std::function<void()>& steps, int last_step) {
     }
     on_parameters_changed();
   };
-  Join(joinables, settings).run([&] {
+  if (of_units.empty()) settings.on_mirrored_step = update;
+  Join scope(joinables, settings);
+  if (!of_units.empty()) scope.mirror(update);
+  scope.run([&] {
     steps();
     has_run_out_ = true;
   });
@@ -198,18 +204,30 @@ void RankTrainer::in_scope(const std::function<void()>& steps, int last_step) {
   compare(last_step);
 }
 
+Snapshot RankTrainer::expected_after(int step) const {
+  auto expected = expected_[static_cast<std::size_t>(step) + 1];
+  std::size_t index = 0;
+  for (const auto& each : parts_) {
+    for (const auto& parameter : each.model.net->parameters()) {
+      auto& value = expected[index++].second;
+      if (const auto layout = layout_of(parameter)) value = layout->cut(value);
+    }
+  }
+  return expected;
+}
+
 void RankTrainer::compare(int step) {
   if (!compares_) return;
-  const auto now = snapshot();
-  const auto off = difference(now, expected_[static_cast<std::size_t>(step) + 1], program_.wrapper.tolerance);
+  const auto off = difference(snapshot(), expected_after(step), program_.wrapper.tolerance);
   if (!off.empty()) throw CheckFailure(str("rank ", rank_, ", after step ", step, ": ", off));
+  if (program_.wrapper.is_sharded) return;  // ranks have different parts
   std::size_t hash = 1;
-  std::size_t parameters = 0;  // buffers, behind them, are not everywhere
-  for (const auto& each : parts_) parameters += each.model.net->parameters().size();
-  for (std::size_t i = 0; i < parameters; ++i) {
-    const auto values = now[i].second.contiguous();
-    const std::string bytes(static_cast<const char*>(values.const_data_ptr()), values.nbytes());
-    hash = c10::hash_combine(hash, std::hash<std::string>()(bytes));
+  for (const auto& each : parts_) {
+    for (const auto& parameter : each.model.net->parameters()) {
+      const auto values = parameter.detach().contiguous();
+      const std::string bytes(static_cast<const char*>(values.const_data_ptr()), values.nbytes());
+      hash = c10::hash_combine(hash, std::hash<std::string>()(bytes));
+    }
   }
   hashes_[static_cast<std::size_t>(step)] = str(hash);
 }

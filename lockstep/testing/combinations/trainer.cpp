@@ -220,38 +220,29 @@ void Trainer::resume(Part& part, const AnyNet& fresh) {
 
 namespace {
 
-at::Tensor copy_of(const at::Tensor& tensor) {
-  return tensor.detach().clone();
-}
-
-void add_to(Snapshot& result, const std::string& prefix, const torch::OrderedDict<std::string, at::Tensor>& tensors,
-            const std::function<at::Tensor(const at::Tensor&)>& take) {
-  for (const auto& each : tensors) result.emplace_back(prefix + each.key(), take(each.value()));
+void add_to(Snapshot& result, const std::string& prefix, const torch::OrderedDict<std::string, at::Tensor>& tensors) {
+  for (const auto& each : tensors) result.emplace_back(prefix + each.key(), each.value().detach().clone());
 }
 
 }  // namespace
 
-Snapshot Trainer::parameters_by(const std::function<at::Tensor(const at::Tensor&)>& take) const {
+Snapshot Trainer::parameters() const {
   Snapshot result;
   for (std::size_t i = 0; i < parts_.size(); ++i) {
     add_to(result,
            parts_.size() == 1 ? ""
            : i == 0           ? "discriminator."
                               : "generator.",
-           parts_[i].model.net->named_parameters(), take);
+           parts_[i].model.net->named_parameters());
   }
   return result;
 }
 
-Snapshot Trainer::parameters() const {
-  return parameters_by(copy_of);
-}
-
 Snapshot Trainer::snapshot() const {
-  auto result = parameters_by([&](const at::Tensor& parameter) { return copy_of(whole(parameter)); });
+  auto result = parameters();
   // At the end: only one rank has them.
   for (std::size_t i = 0; counts_buffers() && i < parts_.size(); ++i) {
-    add_to(result, "", parts_[i].model.net->named_buffers(), copy_of);
+    add_to(result, "", parts_[i].model.net->named_buffers());
   }
   return result;
 }

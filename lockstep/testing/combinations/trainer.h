@@ -78,15 +78,13 @@ class Trainer {
   at::Tensor weight_penalty();
   /// What this rank has of them.
   Snapshot parameters() const;
-  /// Whole parameters, and buffers if they count.
+  /// Parameters, and buffers if they count.
   Snapshot snapshot() const;
 
   void make_optimizer(Part& part);
   virtual void wrap(Part& part) = 0;
   /// Makes all of `part` anew, of `fresh`, and gives it the state it had.
   virtual void resume(Part& part, const AnyNet& fresh);
-  /// All of a parameter, of which this rank may have a part. Collective then.
-  virtual at::Tensor whole(const at::Tensor& parameter) const { return parameter; }
   virtual AnyOptimizer made_optimizer(const std::vector<at::Tensor>& parameters, const Part& part) = 0;
   /// The optimizer's state as a file.
   virtual std::string saved(const AnyOptimizer& optimizer) = 0;
@@ -117,7 +115,6 @@ class Trainer {
 
  private:
   at::Tensor loss_of(const at::Tensor& input);
-  Snapshot parameters_by(const std::function<at::Tensor(const at::Tensor&)>& take) const;
 };
 
 std::string saved_optimizer(const torch::optim::Optimizer& optimizer);

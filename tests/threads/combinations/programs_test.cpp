@@ -38,6 +38,20 @@ TEST(Combinations, TrainAsOneProcessOrAreRefused) {
   std::cout << list.size() << " programs, " << faults.size() << " faults\n";
 }
 
+// What took three values to fail, and no list of pairs is sure to hold.
+TEST(Combinations, ThatFailedOnceTrain) {
+  for (const std::string text :
+       {"model=plain, wrapper=fully_shard kept, loop=forward for the log, event=unfreeze, world=2",
+        "model=two models, wrapper=fully_shard kept, loop=evaluation between, event=freeze, world=2",
+        "model=plain, wrapper=fully_shard kept, loop=forward for the log, event=load, world=3",
+        "model=plain, wrapper=fully_shard kept, loop=evaluation between, event=to, world=3",
+        "model=plain, wrapper=fully_shard, loop=weighted, inputs=uneven, world=2",
+        "model=sparse, wrapper=mixed_precision, inputs=uneven, world=2"}) {
+    const auto report = run(programs().parse(text));
+    EXPECT_TRUE(report.has_passed()) << text << "\n" << report.describe();
+  }
+}
+
 // The one process plays ranks one after the other; on samples that know nothing of each other that is the whole batch.
 TEST(Combinations, OneProcessTrainsOnTheWholeBatch) {
   const auto program = program_of(programs().parse("model=plain, world=3"));
