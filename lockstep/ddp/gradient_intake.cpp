@@ -143,9 +143,11 @@ void GradientIntake::take_zeros(Bucket& bucket, const StepTerms& terms, Gradient
   const auto& parameter = bucket.parameter(0);
   auto no_rows = parameter.sizes().vec();
   no_rows[0] = 0;
-  bucket.set_sparse_gradient(at::sparse_coo_tensor(at::empty({1, 0}, parameter.options().dtype(at::kLong)),
-                                                   at::empty(no_rows, parameter.options()), parameter.sizes()),
-                             std::nullopt);
+  const auto dtype = setup_.options.reduce_dtype.value_or(parameter.scalar_type());
+  bucket.set_sparse_gradient(
+      at::sparse_coo_tensor(at::empty({1, 0}, parameter.options().dtype(at::kLong)),
+                            at::empty(no_rows, parameter.options().dtype(dtype)), parameter.sizes()),
+      std::nullopt);
 }
 
 }  // namespace lockstep::detail
