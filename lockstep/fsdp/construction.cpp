@@ -278,30 +278,41 @@ std::vector<std::pair<DeviceMesh, WholeParameter>> parameters_in(const Below& be
   return parameters;
 }
 
-void put_shards(const Below& below, const Unit& unit) {
-  std::unordered_map<const void*, at::Tensor> shards;
-  at::Tensor flat;
+void put_shards(const Below& below, Unit& unit) {
+  struct Place {
+    at::Tensor shard;
+    std::size_t handle;
+  };
+  std::unordered_map<const void*, Place> places;
   for (const auto& group : unit.groups()) {
     for (const auto& member : group->members()) {
-      for (const auto& handle : member.handles) shards.emplace(handle.tensor().unsafeGetTensorImpl(), member.shard);
-      if (!unit.options().use_orig_params) flat = member.shard;
+      for (std::size_t i = 0; i < member.handles.size(); ++i) {
+        places.emplace(member.handles[i].tensor().unsafeGetTensorImpl(), Place{member.shard, i});
+      }
     }
   }
+  const bool is_flat = !unit.options().use_orig_params && !places.empty();
+  std::vector<FlatName> names;
   for (const auto& [prefix, module] : below.modules) {
     auto& registered = ModuleAccess::parameters_of(*module);
     std::vector<std::string> replaced;
     for (auto& item : registered) {
-      const auto found = shards.find(item.value().unsafeGetTensorImpl());
-      if (found == shards.end()) continue;
-      if (flat.defined()) {
+      const auto found = places.find(item.value().unsafeGetTensorImpl());
+      if (found == places.end()) continue;
+      if (is_flat) {
         replaced.push_back(item.key());
+        names.push_back({joined_name(prefix, item.key()), module->weak_from_this(), item.key(), found->second.handle});
       } else {
-        item.value() = found->second;
+        item.value() = found->second.shard;
       }
     }
     for (const auto& name : replaced) registered.erase(name);
   }
-  if (flat.defined()) ModuleAccess::parameters_of(*below.modules.front().second).insert("_flat_param", flat);
+  if (is_flat) {
+    const auto& flat = places.begin()->second.shard;
+    ModuleAccess::parameters_of(*below.modules.front().second).insert(kFlatName, flat);
+  }
+  unit.set_flat_names(std::move(names));
 }
 
 GroupPtr group_between(const FullyShardOptions& options) {

@@ -32,7 +32,7 @@ void prepare(const Below& below, const FullyShardOptions& options);
 std::vector<std::pair<DeviceMesh, WholeParameter>> parameters_in(const Below& below, const FullyShardOptions& options);
 
 /// Registers shards in the place of the parameters.
-void put_shards(const Below& below, const Unit& unit);
+void put_shards(const Below& below, Unit& unit);
 
 /// The group of this rank in which an integer reshard_after_forward keeps parameters; null without. Collective over the
 /// world the first time.

@@ -19,9 +19,10 @@ FlatPieces flat_pieces(const torch::nn::Module& module) {
     for (const auto& group : unit->groups()) {
       for (const auto& member : group->members()) {
         auto& of_member = pieces[member.shard.unsafeGetTensorImpl()];
-        for (const auto& handle : member.handles) {
+        for (const auto& flat : unit->flat_names()) {
+          const auto& handle = member.handles[flat.handle];
           of_member.push_back(
-              {joined_name(prefix, handle.name), handle.sizes, handle.offset, c10::multiply_integers(handle.sizes)});
+              {joined_name(prefix, flat.name), handle.sizes, handle.offset, c10::multiply_integers(handle.sizes)});
         }
       }
     }

@@ -12,6 +12,9 @@
 
 namespace lockstep::detail {
 
+/// What a unit registers in the place of its own parameters, with use_orig_params false.
+inline constexpr char kFlatName[] = "_flat_param";
+
 /// A parameter before it is sharded.
 struct WholeParameter {
   std::string name;

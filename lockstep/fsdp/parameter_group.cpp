@@ -85,7 +85,7 @@ ParameterGroup::ParameterGroup(const std::vector<WholeParameter>& parameters, co
   } else {
     std::vector<at::Tensor> rows;
     for (const auto& parameter : parameters) rows.push_back(parameter.tensor.detach().reshape({-1}));
-    auto& flat = add("_flat_param", at::cat(rows), 0);
+    auto& flat = add(kFlatName, at::cat(rows), 0);
     rows.clear();
     trainable.push_back(requires_grad);
     int64_t offset = 0;

@@ -5,6 +5,7 @@
 #include <c10/util/accumulate.h>
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -165,12 +166,12 @@ class Summon {
         handle.whole.set_requires_grad(each.shard.requires_grad());
         if (options_.with_grads) handle.whole.mutable_grad() = each.gradient;
       }
-      // A flat parameter stays registered as the shard it is.
-      if (each.handles.size() == 1) by_shard.emplace(each.shard.unsafeGetTensorImpl(), i);
+      if (each.name != kFlatName) by_shard.emplace(each.shard.unsafeGetTensorImpl(), i);
     }
     for (const auto& unit : units_) {
       const auto root = unit->module();
       if (!root) continue;
+      put_names(*unit, *root);
       for (const auto& module : root->modules()) {
         for (auto& item : ModuleAccess::parameters_of(*module)) {
           const auto found = by_shard.find(item.value().unsafeGetTensorImpl());
@@ -182,8 +183,36 @@ class Summon {
     }
   }
 
+  /// Registers what a flat parameter consists of in its place.
+  void put_names(const Unit& unit, torch::nn::Module& module) {
+    if (unit.flat_names().empty()) return;
+    const auto& shard = unit.groups().front()->members().front().shard;
+    const auto is_it = [&](const Summoned& each) { return each.shard.is_same(shard); };
+    const auto found = std::find_if(parameters_.begin(), parameters_.end(), is_it);
+    if (found == parameters_.end() || found->handles.empty()) return;
+    ModuleAccess::parameters_of(module).erase(kFlatName);
+    for (const auto& flat : unit.flat_names()) {
+      const auto owner = flat.module.lock();
+      if (owner) ModuleAccess::parameters_of(*owner).insert(flat.key, found->handles[flat.handle].whole);
+    }
+  }
+
+  void take_names_back() {
+    for (const auto& unit : units_) {
+      const auto module = unit->module();
+      if (!module || unit->flat_names().empty()) continue;
+      auto& registered = ModuleAccess::parameters_of(*module);
+      if (registered.contains(kFlatName)) continue;
+      for (const auto& flat : unit->flat_names()) {
+        if (const auto owner = flat.module.lock()) ModuleAccess::parameters_of(*owner).erase(flat.key);
+      }
+      registered.insert(kFlatName, unit->groups().front()->members().front().shard);
+    }
+  }
+
   void put_back() {
     const at::NoGradGuard no_grad;
+    take_names_back();
     for (const auto& [module, key, index] : registrations_) {
       auto* registered = ModuleAccess::parameters_of(*module).find(key);
       if (registered != nullptr && registered->is_same(parameters_[index].handles.front().whole)) {
@@ -202,7 +231,7 @@ class Summon {
           handle.whole.set_data(handle.before);
         }
         // The program may have exchanged its memory.
-        if (each.handles.size() == 1) {
+        if (each.name != kFlatName) {
           values = written;
         } else if (!written.is_alias_of(handle.values)) {
           handle.values.copy_(written);

@@ -22,6 +22,14 @@ class Unit;
 class UnitTree;
 using UnitPtr = std::shared_ptr<Unit>;
 
+/// A name that a part of a flat parameter had; tied ones have several.
+struct FlatName {
+  std::string name;  // dotted, as the unit's module knows it
+  std::weak_ptr<torch::nn::Module> module;
+  std::string key;         // there
+  std::size_t handle = 0;  // in the flat parameter
+};
+
 /// What a program may set after fully_shard(). Guarded by the tree's mutex.
 struct UnitSettings {
   std::optional<bool> reshard_after_forward;
@@ -61,6 +69,9 @@ class Unit final : public StorageOwner, public std::enable_shared_from_this<Unit
   /// In forward order. Empty for a unit without parameters.
   const std::vector<std::unique_ptr<ParameterGroup>>& groups() const { return groups_; }
   bool has_several_meshes() const;
+  /// In registration order; none if parameters are not flat.
+  const std::vector<FlatName>& flat_names() const { return flat_names_; }
+  void set_flat_names(std::vector<FlatName> names) { flat_names_ = std::move(names); }
   bool is_root() const { return parent_.expired(); }
   bool is_inside(const Unit& other) const;
   /// "[lockstep/fsdp] rank 1: unit 'encoder'"
@@ -76,6 +87,7 @@ class Unit final : public StorageOwner, public std::enable_shared_from_this<Unit
   const FullyShardOptions options_;
   const DeviceMesh mesh_;
   std::vector<std::unique_ptr<ParameterGroup>> groups_;
+  std::vector<FlatName> flat_names_;
 
   // What follows belongs to the tree, and is guarded by its mutex.
   std::shared_ptr<UnitTree> tree_;
