@@ -1,4 +1,5 @@
 // What happens to gradients on their way to the shards: accumulation, weights, hooks, replaced collectives, precision.
+#include "lockstep/optim/clip_grad.h"
 #include "lockstep/optim/grad_scaler.h"
 #include "tests/support/fsdp_models.h"
 
@@ -469,6 +470,33 @@ TEST(FsdpGradients, OperandsAndOutputsAreCast) {
     auto table = torch::nn::Embedding(5, 4);
     fully_shard(table, {.mesh = mesh_of(world), .mp_policy = {.param_dtype = at::kBFloat16}});
     EXPECT_EQ(table->forward(at::ones({3}, at::kLong)).scalar_type(), at::kBFloat16);
+  });
+}
+
+// FSDP-71
+TEST(FsdpGradients, NormsCountEveryElementOnce) {
+  testing::run_threads_in_gtest({.world_size = 4}, [](const World& world) {
+    const auto mesh = init_device_mesh("cpu", {2, 2}, {.mesh_dim_names = {"replicate", "shard"}});
+    for (const double order : {2.0, 3.0, std::numeric_limits<double>::infinity()}) {
+      Pair pair(world, {.mesh = mesh, .ignored_params = {}});
+      loss_of(pair.model, world, 0).backward();
+      loss_of(pair.ddp, world, 0).backward();
+      const auto norm = pair.root.clip_grad_norm_(0.01, order);
+      const auto expected = clip_grad_norm_(pair.ddp.parameters(), 0.01, {.norm_type = order});
+      EXPECT_TRUE(at::allclose(norm, expected, 1e-4)) << norm << expected;
+      expect_same_gradients(*pair.model, *pair.ddp.module(), "clipped", 1e-6);
+    }
+    // An ignored parameter, which every rank has whole, counts once.
+    auto model = net();
+    auto plain = net();
+    const auto ignored = model->head->weight;
+    auto root = sharded(model, {.mesh = mesh_of(world), .ignored_params = {ignored}});
+    for (const auto& item : model->named_parameters())
+      item.value().mutable_grad() = at::ones_like(item.value().detach());
+    for (const auto& item : plain->named_parameters())
+      item.value().mutable_grad() = at::ones_like(item.value().detach());
+    EXPECT_TRUE(at::allclose(root.clip_grad_norm_(1e9), clip_grad_norm_(plain->parameters(), 1e9)));
+    expect_error([&] { unit_of(*model->blocks[0])->clip_grad_norm_(1); }, {"is for the root"});
   });
 }
 

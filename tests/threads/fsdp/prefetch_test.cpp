@@ -213,6 +213,61 @@ TEST(FsdpPrefetch, ThatDiffersBetweenRanksIsToldByName) {
   });
 }
 
+struct Environment {
+  Environment(const char* name, const char* value) : name(name) { ::setenv(name, value, 1); }
+  ~Environment() { ::unsetenv(name); }
+  const char* name;
+};
+
+// FSDP-49
+TEST(FsdpPrefetch, DebugModeComparesTheFirstOrderOnAnyBackend) {
+  const Environment debug("TORCH_DISTRIBUTED_DEBUG", "INFO");
+  testing::run_threads_in_gtest({.world_size = 2, .backend = "gloo"}, [](const World& world) {
+    Three three(world);
+    auto* layer = three.model->ptr(world.rank() == 0 ? 0 : 1)->as<torch::nn::LinearImpl>();
+    expect_error([&] { layer->forward(at::ones({2, 4})); }, {"unit '0'", "unit '1'"});
+  });
+  testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
+    Three three(world);
+    three.step();
+    // Another order later is told, and trains.
+    three.model->ptr(2)->as<torch::nn::LinearImpl>()->forward(at::ones({2, 4})).sum().backward();
+    three.step();
+  });
+}
+
+// FSDP-40
+TEST(FsdpPrefetch, InferenceModeBetweenStepsChangesNothing) {
+  testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
+    expect_parity(world, [&](auto& model, SGD& optimizer) {
+      for (int step = 0; step < 3; ++step) {
+        {
+          const c10::InferenceMode inference;
+          loss_of(model, world, 10 + step);
+        }
+        optimizer.zero_grad();
+        loss_of(model, world, step).backward();
+        optimizer.step();
+      }
+    });
+  });
+}
+
+// FSDP-28
+TEST(FsdpPrefetch, AHybridStrategyWithoutAMeshShardsWithinHosts) {
+  const Environment hosts("LOCAL_WORLD_SIZE", "2");
+  testing::run_threads_in_gtest({.world_size = 4}, [](const World& /*world*/) {
+    torch::nn::Sequential model(torch::nn::Linear(4, 4), torch::nn::Linear(4, 4));
+    const auto root =
+        shard_by_policy(model, always_wrap_policy(), {.sharding_strategy = ShardingStrategy::HYBRID_SHARD});
+    EXPECT_EQ(root.options().mesh->shape(), (std::vector<int64_t>{2, 2}));
+    EXPECT_EQ(model->parameters()[0].size(0), 2);
+    // By hand it is not known which modules there will be.
+    expect_error([] { fully_shard(torch::nn::Linear(4, 4), {.sharding_strategy = ShardingStrategy::HYBRID_SHARD}); },
+                 {"needs a mesh of two named axes"});
+  });
+}
+
 // FSDP-81
 TEST(FsdpPrefetch, WrapMakesUnitsInsideOfItsScope) {
   testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
