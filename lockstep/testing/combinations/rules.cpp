@@ -115,6 +115,7 @@ std::vector<Rule> program_rules() {
       {.when = {kSharded, "inputs=uneven", "loop=accumulate"}, .text = "without gradient sync inside of a Join scope"},
       {.when = {kSharded, "inputs=uneven", "loop=evaluation between"}, .text = "Evaluate outside of it"},
       {.when = {kSharded, "inputs=uneven", "world=2|3", "loop=gradient penalty"}, .text = kMismatch},
+      {.when = {kSharded, "inputs=uneven", "world=2|3", "model=branches by step"}, .text = kMismatch},
       {.when = {kSharded, "inputs=uneven", "event=add group", "zeroed by=optimizer"},
        .text = "has a gradient of an earlier backward"},
       {.when = {kSharded, "inputs=uneven", "world=2|3", kOtherForwards},
