@@ -1,5 +1,8 @@
 # However two ranks divide the model, the demo's losses have the same bits. What rounds otherwise only has to run. (So do three ranks:
 # libtorch's fused AdamW rounds what a vector register is not filled with in another way, and thirds have such ends.)
+# One thread and one kind of vector: where a tensor's rest begins that is rounded otherwise must not depend on the machine.
+set(ENV{OMP_NUM_THREADS} 1)
+set(ENV{ATEN_CPU_CAPABILITY} avx2)
 function(train name ranks)
   set(losses "${OUTPUT}/${name}.txt")
   file(REMOVE "${losses}")

@@ -34,17 +34,18 @@ void apply_strategy(FullyShardOptions& options) {
   const auto strategy = *options.sharding_strategy;
   TORCH_CHECK(!options.reshard_after_forward,
               "[lockstep/fsdp] sharding_strategy and reshard_after_forward say the same: give one of them.");
-  const bool is_hybrid = strategy == ShardingStrategy::HYBRID_SHARD || strategy == ShardingStrategy::HYBRID_SHARD_ZERO2;
+  const bool is_hybrid = strategy == ShardingStrategy::kHybridShard || strategy == ShardingStrategy::kHybridShardZero2;
   TORCH_CHECK(is_hybrid == (options.mesh->ndim() == 2),
               "[lockstep/fsdp] a hybrid sharding strategy needs a mesh of two named axes (replicate, shard), and ",
               "others one of one axis; this is ", options.mesh->to_string(), ".");
-  if (strategy == ShardingStrategy::NO_SHARD) {
-    TORCH_WARN_ONCE("[lockstep/fsdp] NO_SHARD divides nothing: DistributedDataParallel does the same with less.");
+  if (strategy == ShardingStrategy::kNoShard) {
+    TORCH_WARN_ONCE(
+        "[lockstep/fsdp] ShardingStrategy::kNoShard divides nothing: DistributedDataParallel does the same with less.");
     const auto ranks = options.mesh->ranks();
     options.mesh = DeviceMesh::from_ranks(options.mesh->device_type(), {ranks, {options.mesh->size(), 1}},
                                           {.mesh_dim_names = {"replicate", "shard"}});
   }
-  const bool keeps = strategy == ShardingStrategy::SHARD_GRAD_OP || strategy == ShardingStrategy::HYBRID_SHARD_ZERO2;
+  const bool keeps = strategy == ShardingStrategy::kShardGradOp || strategy == ShardingStrategy::kHybridShardZero2;
   if (keeps) options.reshard_after_forward = false;
 }
 

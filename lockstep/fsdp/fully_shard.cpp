@@ -182,13 +182,13 @@ void FsdpUnit::set_all_reduce_hook(std::function<void(const at::Tensor& gradient
   unit_->tree().set(*unit_, false, [&](UnitSettings& s) { s.all_reduce_hook = std::move(hook); });
 }
 
-void FsdpUnit::set_custom_all_gather(std::shared_ptr<AllGatherComm> comm) {
+void FsdpUnit::set_custom_all_gather(const std::shared_ptr<AllGatherComm>& comm) {
   TORCH_CHECK(comm, unit_->who(), ": set_custom_all_gather() of a null pointer");
   check_one_mesh("set_custom_all_gather");
   for (const auto& group : unit_->groups()) group->set_all_gather(comm);
 }
 
-void FsdpUnit::set_custom_reduce_scatter(std::shared_ptr<ReduceScatterComm> comm) {
+void FsdpUnit::set_custom_reduce_scatter(const std::shared_ptr<ReduceScatterComm>& comm) {
   TORCH_CHECK(comm, unit_->who(), ": set_custom_reduce_scatter() of a null pointer");
   check_one_mesh("set_custom_reduce_scatter");
   for (const auto& group : unit_->groups()) group->gradients().set_reduce_scatter(comm);

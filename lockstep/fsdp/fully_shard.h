@@ -94,8 +94,8 @@ class FsdpUnit {
   /// Called with the reduced gradients of this unit, flat, before shards get them; may change them.
   void set_all_reduce_hook(std::function<void(const at::Tensor& gradients)> hook);
   /// How this unit gathers and reduces.
-  void set_custom_all_gather(std::shared_ptr<AllGatherComm> comm);
-  void set_custom_reduce_scatter(std::shared_ptr<ReduceScatterComm> comm);
+  void set_custom_all_gather(const std::shared_ptr<AllGatherComm>& comm);
+  void set_custom_reduce_scatter(const std::shared_ptr<ReduceScatterComm>& comm);
   /// Replaces the reduction of all units: gets the scaled gradients and fills outputs with this rank's share. Once,
   /// before the first forward. Root only.
   void register_comm_hook(FsdpCommHook hook);

@@ -11,6 +11,8 @@ class FsdpJoinable::Hook final : public JoinHook, public detail::StepListener {
  public:
   Hook(FsdpJoinable& joinable, const JoinOptions& options)
       : joinable_(joinable), root_(joinable.root_), divides_by_live_(!options.divide_by_initial_world_size) {
+    joinable_.steps_ = 0;
+    joinable_.is_step_open_ = false;
     root_->tree().set_step_listener(this);
   }
   ~Hook() override { root_->tree().set_step_listener(nullptr); }
@@ -21,6 +23,7 @@ class FsdpJoinable::Hook final : public JoinHook, public detail::StepListener {
     TORCH_CHECK(is_recorded, root_->who(), ": a forward without gradients inside of a Join scope, in which ranks that ",
                 "ran out of inputs do not take part. Evaluate outside of it.");
     check_update();
+    end_step();
     tally_ = Join::notify(joinable_, {.will_reduce = true});
     if (!tally_.is_open()) tally_ = Join::own_tally(joinable_, {.will_reduce = true});
   }
@@ -31,6 +34,7 @@ class FsdpJoinable::Hook final : public JoinHook, public detail::StepListener {
 
   void main_hook() override {
     check_update();
+    end_step();
     tally_ = Join::current_tally(joinable_);
     if (!joinable_.join_config().is_first_joinable) tally_ = Join::own_tally(joinable_, {.will_reduce = false});
     TORCH_CHECK(root_->tree().mirror_step(), root_->who(), ": this rank has no inputs at all, so it has no step to ",
@@ -38,6 +42,12 @@ class FsdpJoinable::Hook final : public JoinHook, public detail::StepListener {
   }
 
  private:
+  /// What follows belongs to the next one.
+  void end_step() {
+    joinable_.steps_ = joinable_.join_progress().steps;
+    joinable_.is_step_open_ = true;
+  }
+
   void check_update() const {
     const auto* scope = Join::scope_of(joinable_);
     TORCH_CHECK(scope == nullptr || scope->is_update_mirrored() || joinable_.join_config().throw_on_early_termination,
@@ -61,6 +71,11 @@ FsdpJoinable::~FsdpJoinable() = default;
 
 std::unique_ptr<JoinHook> FsdpJoinable::join_hook(const JoinOptions& options) {
   return std::make_unique<Hook>(*this, options);
+}
+
+JoinProgress FsdpJoinable::join_progress() const {
+  const auto steps = steps_ + (is_step_open_ && root_->tree().has_written_shards() ? 1 : 0);
+  return {.steps = steps, .history = static_cast<uint64_t>(steps)};
 }
 
 c10::Device FsdpJoinable::join_device() const {

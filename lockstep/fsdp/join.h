@@ -29,10 +29,14 @@ class FsdpJoinable final : public Joinable {
   GroupPtr join_process_group() const override;
   std::string join_name() const override;
   JoinPhase join_phase() const override { return JoinPhase::kGradients; }
+  /// Iterations after which shards were written: ranks that ran out must not step when the others leave a step out.
+  JoinProgress join_progress() const override;
 
  private:
   class Hook;
   std::shared_ptr<detail::Unit> root_;
+  int64_t steps_ = 0;
+  bool is_step_open_ = false;  // its backward has run, or will
 };
 
 }  // namespace lockstep

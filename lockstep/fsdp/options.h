@@ -61,12 +61,12 @@ class ReshardAfterForward {
   bool is_count_ = false;
 };
 
-/// Python's older names. FULL_SHARD and SHARD_GRAD_OP are reshard_after_forward true and false; the hybrid ones the
-/// same on a mesh of two axes; NO_SHARD divides nothing and reduces like DDP.
-enum class ShardingStrategy { FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2 };
+/// Python's older names. Full shard and shard grad op are reshard_after_forward true and false; the hybrid ones the
+/// same on a mesh of two axes; no shard divides nothing and reduces like DDP.
+enum class ShardingStrategy { kFullShard, kShardGradOp, kNoShard, kHybridShard, kHybridShardZero2 };
 
 /// When backward gathers the unit it needs next: before or after the gradients of this one, or when it is touched.
-enum class BackwardPrefetch { BACKWARD_PRE, BACKWARD_POST, NONE };
+enum class BackwardPrefetch { kBackwardPre, kBackwardPost, kNone };
 
 /// Shards, their gradients and with them the optimizer's state live in host memory.
 struct CPUOffloadPolicy {
@@ -109,7 +109,7 @@ struct FullyShardOptions {
   std::optional<at::Device> device_id = std::nullopt;
   /// The unit that comes next is gathered while this one computes.
   bool forward_prefetch = true;
-  BackwardPrefetch backward_prefetch = BackwardPrefetch::BACKWARD_PRE;
+  BackwardPrefetch backward_prefetch = BackwardPrefetch::kBackwardPre;
   /// At most one unit is gathered ahead; otherwise all that the order of the last pass has behind this one.
   bool limit_all_gathers = true;
 

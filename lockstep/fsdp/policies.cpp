@@ -73,8 +73,8 @@ DeviceMesh mesh_of_hosts() {
 }
 
 bool is_hybrid(const FullyShardOptions& options) {
-  return options.sharding_strategy == ShardingStrategy::HYBRID_SHARD ||
-         options.sharding_strategy == ShardingStrategy::HYBRID_SHARD_ZERO2;
+  return options.sharding_strategy == ShardingStrategy::kHybridShard ||
+         options.sharding_strategy == ShardingStrategy::kHybridShardZero2;
 }
 
 thread_local const FullyShardOptions* wrap_options = nullptr;

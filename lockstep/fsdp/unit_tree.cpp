@@ -223,7 +223,7 @@ void UnitTree::touch(Unit& unit, bool is_recorded) {
   check_unchanged(unit);
   make_whole(unit);
   if (is_recorded && pass_ == Pass::kForward) unit.is_used_ = true;
-  if (pass_ == Pass::kForward || unit.options_.backward_prefetch == BackwardPrefetch::BACKWARD_PRE) prefetch(unit);
+  if (pass_ == Pass::kForward || unit.options_.backward_prefetch == BackwardPrefetch::kBackwardPre) prefetch(unit);
   ++unit.users_;  // only if nothing has thrown: else nobody tells of the operator's end
 }
 
@@ -350,7 +350,7 @@ void UnitTree::gradient_arrived(Unit& unit) {
   reduce_in_turn(unit);
   // Frozen ones may be needed still, by what comes before them.
   if (all == trainable && frees_after_backward(unit)) free(unit);
-  if (unit.options_.backward_prefetch == BackwardPrefetch::BACKWARD_POST) prefetch(unit);
+  if (unit.options_.backward_prefetch == BackwardPrefetch::kBackwardPost) prefetch(unit);
 }
 
 void UnitTree::reduce_in_turn(Unit& unit) {
@@ -561,6 +561,12 @@ void UnitTree::set_step_listener(StepListener* listener) {
   const std::lock_guard lock(mutex_);
   listener_ = listener;
   step_.clear();
+}
+
+bool UnitTree::has_written_shards() const {
+  const std::lock_guard lock(mutex_);
+  const auto all = units();
+  return std::any_of(all.begin(), all.end(), [](const UnitPtr& unit) { return changed_parameter(*unit) != nullptr; });
 }
 
 void UnitTree::note(const StepEvent& event) {

@@ -56,6 +56,8 @@ class UnitTree : public std::enable_shared_from_this<UnitTree> {
   void backward(const at::Tensor& loss, double weight);
   /// Null: none. While there is one, steps are noted so that they can be mirrored.
   void set_step_listener(StepListener* listener);
+  /// Since units were gathered last.
+  bool has_written_shards() const;
   /// All collectives of a step as it was the last time, with gradients of zero; shards get what was reduced. False if
   /// no step was noted.
   bool mirror_step();

@@ -179,8 +179,8 @@ void Join::check_same_progress(const JoinTally& tally) const {
     if (progress.steps == 0) continue;
     std::vector<std::string> options;
     for (const auto& [name, value] : progress.options) options.push_back(str(name, " ", value));
-    texts.push_back(
-        str(quoted(*joinable), " has taken ", progress.steps, " steps, the last with ", join(options, ", ")));
+    texts.push_back(str(quoted(*joinable), " has taken ", progress.steps, " steps",
+                        options.empty() ? "" : ", the last with ", join(options, ", ")));
   }
   TORCH_CHECK(
       false, who(), ": ranks have not stepped alike in this Join scope. On this rank, which has ",

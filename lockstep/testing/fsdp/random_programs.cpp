@@ -232,7 +232,7 @@ std::vector<RandomProgram> simpler_programs(const RandomProgram& program) {
   };
   with([](RandomProgram& each) { each.is_hybrid = false; });
   with([](RandomProgram& each) { each.forward_prefetch = true; });
-  with([](RandomProgram& each) { each.backward_prefetch = BackwardPrefetch::BACKWARD_PRE; });
+  with([](RandomProgram& each) { each.backward_prefetch = BackwardPrefetch::kBackwardPre; });
   with([](RandomProgram& each) { each.limit_all_gathers = true; });
   for (int size = 1; size < program.world_size; ++size) {
     with([size](RandomProgram& each) { each.world_size = size, each.is_hybrid = false; });

@@ -52,7 +52,7 @@ struct RandomProgram {
   /// Of four ranks two shard and two replicate.
   bool is_hybrid = false;
   bool forward_prefetch = true;
-  BackwardPrefetch backward_prefetch = BackwardPrefetch::BACKWARD_PRE;
+  BackwardPrefetch backward_prefetch = BackwardPrefetch::kBackwardPre;
   bool limit_all_gathers = true;
 
   /// "2 ranks: train, clip; chain(unit linear, frozen norm)"

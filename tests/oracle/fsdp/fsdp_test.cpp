@@ -17,7 +17,7 @@ using testing::Tolerance;
 // precision. In low precision a value may be rounded to its neighbour.
 constexpr Tolerance kDouble{.relative = 1e-10, .absolute = 1e-11};
 constexpr Tolerance kFloat{.relative = 1e-5, .absolute = 1e-6};
-constexpr Tolerance kLow{.relative = 2e-2, .absolute = 2e-3};
+constexpr Tolerance kLow{.relative = 2e-2, .absolute = 1e-2};  // losses are sums about zero
 
 const c10::IValue& reference() {
   static const auto value = oracle::run_reference("fsdp/fsdp_reference.py");
@@ -50,7 +50,7 @@ struct Case {
 
   FullyShardOptions sharding(const World& world) const {
     FullyShardOptions options{.reshard_after_forward = reshard_after_forward, .use_orig_params = !is_flat};
-    if (is_replicated) options.sharding_strategy = ShardingStrategy::NO_SHARD;
+    if (is_replicated) options.sharding_strategy = ShardingStrategy::kNoShard;
     if (is_hybrid) options.mesh = init_device_mesh("cpu", {2, 2}, {.mesh_dim_names = {"replicate", "shard"}});
     if (low_precision) options.mp_policy = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat};
     return testing::with_mesh(options, world.group());

@@ -1,6 +1,7 @@
 // Sharded units train as DDP does, to the last bit, with a part of the memory.
 #include <torch/nn/modules/transformer.h>
 #include <torch/nn/modules/transformerlayer.h>
+#include <torch/version.h>
 
 #include "lockstep/fsdp/fully_shard.h"
 #include "lockstep/fsdp/policies.h"
@@ -79,7 +80,10 @@ TEST(FullyShard, RefusesRawReadsAndWritesByName) {
   testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
     auto model = net();
     sharded(model, {.mesh = mesh_of(world)});
-    expect_error([&] { model->head->weight.data_ptr<float>(); }, {"parameter 'head.weight' is sharded"});
+    // Releases before 2.13 have words of their own.
+    constexpr bool kHasMessages = TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13;
+    expect_error([&] { model->head->weight.data_ptr<float>(); },
+                 {kHasMessages ? "parameter 'head.weight' is sharded" : "not allocated"});
     const at::NoGradGuard no_grad;
     expect_error([&] { model->blocks[1]->up->weight.fill_(1); },
                  {"aten::fill_ writes to parameter 'up.weight'", "summon_full_params"});

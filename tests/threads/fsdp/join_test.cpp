@@ -106,4 +106,32 @@ TEST(FsdpJoin, RefusesScopesThatCannotBeMirrored) {
   });
 }
 
+// JOIN-53
+TEST(FsdpJoin, RefusesStepsThatLiveRanksLeaveOut) {
+  testing::run_threads_in_gtest({.world_size = 2}, [&](const World& world) {
+    auto model = net();
+    auto root = sharded(model, {.mesh = mesh_of(world)});
+    FsdpJoinable joinable(root);
+    SGD optimizer(model->parameters(), SGDOptions(0.1));
+    Join scope({&joinable});
+    scope.mirror([&] { optimizer.step(); });
+    const auto run = [&] {
+      scope.run([&] {
+        for (int step = 0; step < 1 + 3 * world.rank(); ++step) {
+          optimizer.zero_grad();
+          loss_of(model, world, step).backward();
+          if (step != 1) optimizer.step();  // which the rank that ran out cannot know
+        }
+      });
+    };
+    std::string error;
+    try {
+      run();
+    } catch (const std::exception& thrown) {
+      error = thrown.what();
+    }
+    EXPECT_THAT(error, ::testing::HasSubstr("ranks have not stepped alike in this Join scope"));
+  });
+}
+
 }  // namespace lockstep::fsdp_join_test

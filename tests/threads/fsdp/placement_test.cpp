@@ -227,9 +227,9 @@ TEST(FsdpPlacement, StrategiesTrainAsDdpDoes) {
     const auto expected = trained_by_ddp(world, 3);
     const auto hybrid = init_device_mesh("cpu", {2, 2}, {.mesh_dim_names = {"replicate", "shard"}});
     for (const auto strategy :
-         {ShardingStrategy::FULL_SHARD, ShardingStrategy::SHARD_GRAD_OP, ShardingStrategy::NO_SHARD,
-          ShardingStrategy::HYBRID_SHARD, ShardingStrategy::HYBRID_SHARD_ZERO2}) {
-      const bool is_hybrid = strategy >= ShardingStrategy::HYBRID_SHARD;
+         {ShardingStrategy::kFullShard, ShardingStrategy::kShardGradOp, ShardingStrategy::kNoShard,
+          ShardingStrategy::kHybridShard, ShardingStrategy::kHybridShardZero2}) {
+      const bool is_hybrid = strategy >= ShardingStrategy::kHybridShard;
       auto model = square();
       const FullyShardOptions options{.mesh = is_hybrid ? hybrid : mesh_of(world), .sharding_strategy = strategy};
       fully_shard(*model->ptr(0), options);
@@ -237,16 +237,16 @@ TEST(FsdpPlacement, StrategiesTrainAsDdpDoes) {
       train(*model, world, 3);
       expect_same_parameters(*model, *expected, "strategy", is_hybrid ? 1e-5 : 0);
       const auto rows = model->parameters()[0].size(0);
-      EXPECT_EQ(rows, strategy == ShardingStrategy::NO_SHARD ? 4 : is_hybrid ? 2 : 1);
+      EXPECT_EQ(rows, strategy == ShardingStrategy::kNoShard ? 4 : is_hybrid ? 2 : 1);
     }
     expect_error(
-        [&] { fully_shard(*square(), {.mesh = mesh_of(world), .sharding_strategy = ShardingStrategy::HYBRID_SHARD}); },
+        [&] { fully_shard(*square(), {.mesh = mesh_of(world), .sharding_strategy = ShardingStrategy::kHybridShard}); },
         {"needs a mesh of two named axes"});
     expect_error(
         [&] {
           fully_shard(*square(), {.mesh = mesh_of(world),
                                   .reshard_after_forward = true,
-                                  .sharding_strategy = ShardingStrategy::FULL_SHARD});
+                                  .sharding_strategy = ShardingStrategy::kFullShard});
         },
         {"give one of them"});
   });

@@ -78,9 +78,9 @@ TEST(FsdpPrefetch, IsAsTheTableSays) {
       {"default", {}, learnt, learnt},
       {"freed", {.reshard_after_forward = true}, learnt, freed},
       {"kept whole", {.reshard_after_forward = false}, kept_whole, kept_whole},
-      {"prefetch behind", {.backward_prefetch = BackwardPrefetch::BACKWARD_POST}, one_by_one, one_by_one},
+      {"prefetch behind", {.backward_prefetch = BackwardPrefetch::kBackwardPost}, one_by_one, one_by_one},
       {"without prefetch",
-       {.forward_prefetch = false, .backward_prefetch = BackwardPrefetch::NONE},
+       {.forward_prefetch = false, .backward_prefetch = BackwardPrefetch::kNone},
        one_by_one,
        one_by_one},
       {"without limit", {.limit_all_gathers = false}, all_at_once, all_at_once},
@@ -259,11 +259,11 @@ TEST(FsdpPrefetch, AHybridStrategyWithoutAMeshShardsWithinHosts) {
   testing::run_threads_in_gtest({.world_size = 4}, [](const World& /*world*/) {
     torch::nn::Sequential model(torch::nn::Linear(4, 4), torch::nn::Linear(4, 4));
     const auto root =
-        shard_by_policy(model, always_wrap_policy(), {.sharding_strategy = ShardingStrategy::HYBRID_SHARD});
+        shard_by_policy(model, always_wrap_policy(), {.sharding_strategy = ShardingStrategy::kHybridShard});
     EXPECT_EQ(root.options().mesh->shape(), (std::vector<int64_t>{2, 2}));
     EXPECT_EQ(model->parameters()[0].size(0), 2);
     // By hand it is not known which modules there will be.
-    expect_error([] { fully_shard(torch::nn::Linear(4, 4), {.sharding_strategy = ShardingStrategy::HYBRID_SHARD}); },
+    expect_error([] { fully_shard(torch::nn::Linear(4, 4), {.sharding_strategy = ShardingStrategy::kHybridShard}); },
                  {"needs a mesh of two named axes"});
   });
 }

@@ -89,11 +89,11 @@ LOCKSTEP_THREAD_TEST(FsdpStates, OptionsAreReadBackFromEveryUnit, 2) {
                {"no resharding does not hold for unit 'module.2', unit 'module.1.0', unit 'module.1'"});
   const auto prefetching = sharded_model(world, {.offload_policy = CPUOffloadPolicy{},
                                                  .forward_prefetch = false,
-                                                 .backward_prefetch = BackwardPrefetch::BACKWARD_POST});
+                                                 .backward_prefetch = BackwardPrefetch::kBackwardPost});
   check_units(*prefetching, "offload", [](const auto& options) { return options.offload_policy.has_value(); });
   check_units(*prefetching, "no forward prefetch", [](const auto& options) { return !options.forward_prefetch; });
   check_units(*prefetching, "backward prefetch",
-              [](const auto& options) { return options.backward_prefetch == BackwardPrefetch::BACKWARD_POST; });
+              [](const auto& options) { return options.backward_prefetch == BackwardPrefetch::kBackwardPost; });
   const auto whole = NestedWrappedModule::init(world.group(), {});
   expect_error([&] { check_units(*whole, "no resharding", keeps); }, {"is a unit"});
   wrap_if(false, *whole, {});
@@ -143,14 +143,14 @@ TEST(FsdpParity, HoldsForAllModelsOnOneToFourRanks) {
 }
 
 std::vector<std::pair<std::string, FullyShardOptions>> option_sets() {
-  return {{"FULL_SHARD", {.sharding_strategy = ShardingStrategy::FULL_SHARD}},
-          {"SHARD_GRAD_OP", {.sharding_strategy = ShardingStrategy::SHARD_GRAD_OP}},
+  return {{"FULL_SHARD", {.sharding_strategy = ShardingStrategy::kFullShard}},
+          {"SHARD_GRAD_OP", {.sharding_strategy = ShardingStrategy::kShardGradOp}},
           {"halves between forward and backward", {.reshard_after_forward = 2}},
           {"flat", {.use_orig_params = false}},
           {"flat, whole until backward", {.reshard_after_forward = false, .use_orig_params = false}},
           {"synced", {.sync_module_states = true}},
-          {"no prefetch", {.forward_prefetch = false, .backward_prefetch = BackwardPrefetch::NONE}},
-          {"prefetch behind the gradients", {.backward_prefetch = BackwardPrefetch::BACKWARD_POST}},
+          {"no prefetch", {.forward_prefetch = false, .backward_prefetch = BackwardPrefetch::kNone}},
+          {"prefetch behind the gradients", {.backward_prefetch = BackwardPrefetch::kBackwardPost}},
           {"all ahead", {.limit_all_gathers = false}},
           {"offloaded", {.offload_policy = CPUOffloadPolicy{.pin_memory = false}}}};
 }
@@ -175,12 +175,12 @@ TEST(FsdpParity, HoldsUnderEveryOption) {
 // TEST-30, TEST-46
 LOCKSTEP_THREAD_TEST(FsdpParity, HoldsOnAMesh, 4) {
   const auto mesh = init_device_mesh("cpu", {2, 2}, {.mesh_dim_names = {"replicate", "shard"}});
-  for (const auto strategy : {ShardingStrategy::HYBRID_SHARD, ShardingStrategy::HYBRID_SHARD_ZERO2}) {
+  for (const auto strategy : {ShardingStrategy::kHybridShard, ShardingStrategy::kHybridShardZero2}) {
     test_fsdp_parity<NestedWrappedModule>(world.group(),
                                           {.fsdp = {.mesh = mesh, .sharding_strategy = strategy}, .tolerance = 1e-6});
   }
   test_fsdp_parity<NestedWrappedModule>(world.group(),
-                                        {.fsdp = {.sharding_strategy = ShardingStrategy::NO_SHARD}, .tolerance = 1e-6});
+                                        {.fsdp = {.sharding_strategy = ShardingStrategy::kNoShard}, .tolerance = 1e-6});
   test_fsdp_parity<NestedWrappedModule>(world.group(), {.fsdp = {.mesh = mesh}, .tolerance = 1e-6});
   test_fsdp_parity<TransformerWithSharedParams>(world.group(), {.fsdp = {.mesh = mesh}, .tolerance = 1e-6});
 }
