@@ -26,6 +26,7 @@ class FsdpJoinable::Hook final : public JoinHook, public detail::StepListener {
     end_step();
     tally_ = Join::notify(joinable_, {.will_reduce = true});
     if (!tally_.is_open()) tally_ = Join::own_tally(joinable_, {.will_reduce = true});
+    joinable_.is_step_open_ = true;
   }
 
   double divisor() const override {
@@ -39,13 +40,14 @@ class FsdpJoinable::Hook final : public JoinHook, public detail::StepListener {
     if (!joinable_.join_config().is_first_joinable) tally_ = Join::own_tally(joinable_, {.will_reduce = false});
     TORCH_CHECK(root_->tree().mirror_step(), root_->who(), ": this rank has no inputs at all, so it has no step to ",
                 "mirror. Give every rank at least one in the scope.");
+    joinable_.is_step_open_ = true;
   }
 
  private:
   /// What follows belongs to the next one.
   void end_step() {
     joinable_.steps_ = joinable_.join_progress().steps;
-    joinable_.is_step_open_ = true;
+    joinable_.is_step_open_ = false;
   }
 
   void check_update() const {
