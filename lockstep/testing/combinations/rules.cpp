@@ -122,8 +122,8 @@ std::vector<Rule> program_rules() {
        .text = "some are mirrored here, and refused for wrappers",
        .kind = kSenseless},
       {.when = {kSharded, "inputs=uneven", "world=2|3", "loop=skipped step"},
-       .text = "ranks that ran out of inputs are not told that the others leave a step out",
-       .kind = kSenseless},
+       .text = "ranks have not stepped alike",
+       .is_late = true},
       {.when = {kSharded, "model=sparse"}, .text = "is sparse, which cannot be sharded"},
       {.when = {kSharded, "model=shared storage"}, .text = "share memory"},
       // Ranks gather different units at a time.
