@@ -194,6 +194,31 @@ void check_dtypes(const std::vector<std::pair<DeviceMesh, WholeParameter>>& para
               ", and these are ", join(sets, "; "), ". Make some of the modules a unit of their own.");
 }
 
+/// What only the register holds a forward can only read from there, where its shard is from now on.
+void check_held(const std::vector<std::pair<DeviceMesh, WholeParameter>>& parameters, int rank) {
+  for (const auto& [mesh, parameter] : parameters) {
+    // The register and this list.
+    TORCH_CHECK(parameter.tensor.use_count() > 2 || mesh.size() == 1, "[lockstep/fsdp] rank ", rank, ": parameter '",
+                parameter.name,
+                "' is held by its module's register only, so a forward would read its shard. Keep what ",
+                "register_parameter() returns in a member, and compute with that.");
+  }
+}
+
+/// Other tensors on the memory of parameters keep it, as it is now.
+void warn_of_views(const std::vector<std::pair<DeviceMesh, WholeParameter>>& parameters, int rank) {
+  std::unordered_map<const void*, std::size_t> holders;
+  for (const auto& [mesh, parameter] : parameters) ++holders[parameter.tensor.storage().unsafeGetStorageImpl()];
+  for (const auto& [mesh, parameter] : parameters) {
+    const auto& storage = parameter.tensor.storage();
+    if (parameter.tensor.numel() == 0 || storage.use_count() <= holders[storage.unsafeGetStorageImpl()]) continue;
+    TORCH_WARN(
+        "[lockstep/fsdp] rank ", rank, ": parameter '", parameter.name, "' shares its memory with another tensor, ",
+        "a view of it or what it is a view of, which keeps the values of now: it does not see later steps. Make ",
+        "views where they are used, in forward.");
+  }
+}
+
 }  // namespace
 
 FullyShardOptions completed(FullyShardOptions options, const torch::nn::Module& module) {
@@ -276,6 +301,8 @@ std::vector<std::pair<DeviceMesh, WholeParameter>> parameters_in(const Below& be
     parameters.push_back({mesh, {name, tensor, dim}});
   });
   check_dtypes(parameters, options, rank);
+  check_held(parameters, rank);
+  warn_of_views(parameters, rank);
   return parameters;
 }
 

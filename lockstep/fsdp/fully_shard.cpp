@@ -1,6 +1,7 @@
 #include "lockstep/fsdp/fully_shard.h"
 
 #include <torch/nn/module.h>
+#include <torch/optim/lbfgs.h>
 #include <torch/optim/optimizer.h>
 
 #include <unordered_map>
@@ -11,6 +12,7 @@
 #include "lockstep/fsdp/unit_tree.h"
 #include "lockstep/nn/module_tensors.h"
 #include "lockstep/optim/clip_grad.h"
+#include "lockstep/shard/layout_of.h"
 
 namespace lockstep {
 namespace {
@@ -95,8 +97,14 @@ void check_optimizer(const torch::nn::Module& module, const torch::optim::Optimi
       }
     }
   });
+  const bool needs_whole = dynamic_cast<const torch::optim::LBFGS*>(&optimizer) != nullptr;
   for (const auto& group : optimizer.param_groups()) {
     for (const auto& parameter : group.params()) {
+      const auto layout = layout_of(parameter);
+      TORCH_CHECK(!needs_whole || !layout || layout->mesh().size() == 1,
+                  "[lockstep/fsdp] LBFGS takes dot products of all parameters, and these are shards: every rank would ",
+                  "step in another direction. Use an optimizer that works element by element, or ",
+                  "DistributedDataParallel.");
       const auto found = before.find(parameter.unsafeGetTensorImpl());
       TORCH_CHECK(found == before.end(), "[lockstep/fsdp] the optimizer holds parameter '", found->second,
                   "' as it was before sharding, which no gradient reaches. Make the optimizer after fully_shard().");

@@ -152,7 +152,8 @@ FsdpUnit fully_shard(const std::vector<std::shared_ptr<torch::nn::Module>>& modu
 /// The unit that `module` is; none if it is not one.
 std::optional<FsdpUnit> unit_of(const torch::nn::Module& module);
 
-/// Throws if the optimizer holds a parameter as it was before sharding, which no step would reach; names it.
+/// Throws if the optimizer holds a parameter as it was before sharding, which no step would reach, and names it; or if
+/// it needs whole parameters (LBFGS).
 void check_optimizer(const torch::nn::Module& module, const torch::optim::Optimizer& optimizer);
 
 }  // namespace lockstep

@@ -80,6 +80,9 @@ void GradientReduction::witness(std::size_t index) {
   auto& witness = witnesses_[index];
   if (witness.grad == grad.unsafeGetTensorImpl()) return;
   witness = {grad.unsafeGetTensorImpl(), grad._version(), is_stand_in};
+  if (!is_stand_in) return;
+  witness.watch = std::make_shared<ZeroWatch>();
+  witness.watched = std::make_shared<OwnedStorage>(grad, witness.watch);
 }
 
 bool GradientReduction::is_zeroed(std::size_t index) const {
@@ -87,6 +90,7 @@ bool GradientReduction::is_zeroed(std::size_t index) const {
   const auto& witness = witnesses_[index];
   const auto& grad = members_[index].shard.grad();
   if (!grad.defined() || grad.unsafeGetTensorImpl() != witness.grad) return true;
+  if (witness.watch) return witness.watch->is_zeroed();
   return grad._version() != witness.version && !grad.any().item<bool>();
 }
 
@@ -99,9 +103,17 @@ void GradientReduction::forget_zeroed() {
   }
 }
 
+void GradientReduction::drop_frozen() {
+  for (auto& member : members_) {
+    if (member.shard.requires_grad()) continue;
+    for (auto& handle : member.handles) drop_grad(handle);
+  }
+}
+
 void GradientReduction::keep(bool counts) {
   const at::NoGradGuard no_grad;
   forget_zeroed();
+  drop_frozen();
   for (std::size_t i = 0; i < members_.size(); ++i) {
     if (!has_gradient(members_[i])) continue;
     check({i});
@@ -129,10 +141,10 @@ bool GradientReduction::has_kept() const {
 
 std::vector<std::size_t> GradientReduction::members_to_reduce(const ReductionSettings& settings) {
   forget_zeroed();
+  drop_frozen();
   std::vector<std::size_t> chosen;
   for (std::size_t i = 0; i < members_.size(); ++i) {
     const auto& member = members_[i];
-    if (member.cut.padded() == 0) continue;
     const bool is_sent_as_zeros = settings.sends_zeros && member.shard.requires_grad();
     const bool has_partial = !partials_.empty() && partials_[i].defined();
     if (has_gradient(member) || is_sent_as_zeros || has_partial) chosen.push_back(i);
@@ -207,13 +219,14 @@ void GradientReduction::launch(const ReductionSettings& settings) {
   int64_t offset = 0;
   for (const auto index : reduction.members) {
     const auto next = offset + members_[index].cut.padded();
+    if (next == offset) continue;  // no elements: the gradient is as empty
     inputs.push_back(part_of(reduction.input, {offset * ranks, next * ranks}));
     outputs.push_back(part_of(reduction.output, {offset, next}));
     fill(inputs.back(), members_[index], 1 / before, settings.counts);
     offset = next;
   }
   const LabelScope label(label_);
-  reduction.pending = comm_->run(outputs, inputs, group_);
+  if (!outputs.empty()) reduction.pending = comm_->run(outputs, inputs, group_);
   for (const auto index : reduction.members) {
     for (auto& handle : members_[index].handles) {
       drop_grad(handle);
@@ -267,8 +280,12 @@ void GradientReduction::hand_out() {
     int64_t offset = 0;
     for (const auto index : reduction.members) {
       const auto& member = members_[index];
-      const bool is_stand_in = !witnesses_.empty() && witnesses_[index].is_stand_in;
-      if (is_stand_in && !is_zeroed(index)) member.shard.mutable_grad().reset();
+      // A penalty on the shard itself may have added to our zeros.
+      const auto& grad = member.shard.grad();
+      const bool is_untouched = !witnesses_.empty() && witnesses_[index].is_stand_in && grad.defined() &&
+                                grad.unsafeGetTensorImpl() == witnesses_[index].grad &&
+                                grad._version() == witnesses_[index].version;
+      if (is_untouched) member.shard.mutable_grad().reset();
       if (!witnesses_.empty()) witnesses_[index] = {};
       hand_out(member, part_of(reduction.output, {offset, offset + member.cut.padded()}));
       offset += member.cut.padded();

@@ -17,6 +17,7 @@
 #include "lockstep/comm/pending.h"
 #include "lockstep/fsdp/member.h"
 #include "lockstep/fsdp/options.h"
+#include "lockstep/fsdp/shard_watch.h"
 #include "lockstep/fsdp/unit_comm.h"
 
 namespace lockstep::detail {
@@ -70,6 +71,8 @@ class GradientReduction {
 
   std::vector<std::size_t> members_to_reduce(const ReductionSettings& settings);
   void witness(std::size_t index);
+  /// Gradients of parameters that were frozen since the forward: autograd would not have kept them.
+  void drop_frozen();
   bool is_zeroed(std::size_t index) const;
   void check(const std::vector<std::size_t>& members) const;
   at::ScalarType reduce_dtype(at::ScalarType compute_dtype) const;
@@ -92,7 +95,9 @@ class GradientReduction {
   struct Witness {
     const void* grad = nullptr;
     int64_t version = 0;
-    bool is_stand_in = false;  // ours: the program has none yet
+    bool is_stand_in = false;                         // ours: the program has none yet
+    std::shared_ptr<ZeroWatch> watch = nullptr;       // of a stand-in
+    std::shared_ptr<OwnedStorage> watched = nullptr;  // its storage
   };
   std::vector<Witness> witnesses_;     // by member; none if nothing is kept
   std::vector<at::Tensor> partials_;   // by member: sums over the shard group only

@@ -1,6 +1,7 @@
 #include "lockstep/fsdp/join.h"
 
 #include "lockstep/base/str.h"
+#include "lockstep/comm/failure_notice.h"
 #include "lockstep/fsdp/unit_tree.h"
 #include "lockstep/join/join.h"
 
@@ -20,9 +21,15 @@ class FsdpJoinable::Hook final : public JoinHook, public detail::StepListener {
   Hook& operator=(const Hook&) = delete;
 
   void on_step(bool is_recorded) override {
-    TORCH_CHECK(is_recorded, root_->who(), ": a forward without gradients inside of a Join scope, in which ranks that ",
-                "ran out of inputs do not take part. Evaluate outside of it.");
-    check_update();
+    try {
+      TORCH_CHECK(is_recorded, root_->who(),
+                  ": a forward without gradients inside of a Join scope, in which ranks that ",
+                  "ran out of inputs do not take part. Evaluate outside of it.");
+      check_update();
+    } catch (...) {
+      announce_refusal(root_->mesh().get_group(), std::current_exception());
+      throw;
+    }
     end_step();
     tally_ = Join::notify(joinable_, {.will_reduce = true});
     if (!tally_.is_open()) tally_ = Join::own_tally(joinable_, {.will_reduce = true});

@@ -40,6 +40,7 @@ struct Member {
   std::vector<WholeHandle> handles;
   int64_t offset = 0;  // of its shard in the group's flat buffer
   at::Tensor shard = {};
+  bool is_trainable = true;                   // as the handles were told last
   const void* address = nullptr;              // of the shard there
   const c10::StorageImpl* storage = nullptr;  // that buffer: empty shards have no address
 

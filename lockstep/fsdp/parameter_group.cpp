@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 #include <utility>
@@ -99,6 +100,7 @@ ParameterGroup::ParameterGroup(const std::vector<WholeParameter>& parameters, co
   for (std::size_t i = 0; i < members_.size(); ++i) {
     cut(members_[i], values[i]);
     members_[i].shard.set_requires_grad(trainable[i]);
+    members_[i].is_trainable = trainable[i];
     values[i].reset();
   }
   watch_->clear();
@@ -190,6 +192,8 @@ at::Tensor ParameterGroup::gather_source() const {
 
 void ParameterGroup::launch_gather(bool is_backward) {
   if (members_.empty()) return;
+  // Shards that are taken back during an evaluation are trained later.
+  const c10::InferenceMode none(false);
   const at::NoGradGuard no_grad;
   const NotIntercepted below;
   take_back_shards();
@@ -292,13 +296,28 @@ const std::string* ParameterGroup::changed_since_gather() const {
 
 void ParameterGroup::follow_requires_grad() {
   trainable_count_ = 0;
-  for (const auto& member : members_) {
+  for (auto& member : members_) {
+    take_frozen_handles(member);
     const bool is_wanted = member.shard.requires_grad();
+    member.is_trainable = is_wanted;
     trainable_count_ += is_wanted ? member.handles.size() : 0;
     for (const auto& handle : member.handles) {
       const auto tensor = handle.tensor();
       if (tensor.defined() && tensor.requires_grad() != is_wanted) tensor.set_requires_grad(is_wanted);
     }
+  }
+}
+
+/// A module's member that the program froze, or thawed, means the parameter.
+void ParameterGroup::take_frozen_handles(Member& member) const {
+  for (const auto& handle : member.handles) {
+    const auto tensor = handle.tensor();
+    if (!tensor.defined() || tensor.requires_grad() == member.is_trainable) continue;
+    TORCH_CHECK(member.handles.size() == 1, "[lockstep/fsdp] rank ", mesh_.get_rank(), ": parameter '", handle.name,
+                "' was ", member.is_trainable ? "frozen" : "thawed",
+                ", and is part of a flat one, which is frozen as a ",
+                "whole. Set use_orig_params, or make its module a unit of its own.");
+    member.shard.set_requires_grad(tensor.requires_grad());
   }
 }
 

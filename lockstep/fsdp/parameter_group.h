@@ -66,6 +66,7 @@ class ParameterGroup {
   /// Follows shards whose memory, device or dtype was exchanged: by a load, to(), set_data().
   void take_back_shards();
   void check_taken_back(const Member& member) const;
+  void take_frozen_handles(Member& member) const;
   void rebuild(const at::TensorOptions& options);
   /// The shards as they are gathered: in the compute dtype, on the compute device.
   at::Tensor gather_source() const;

@@ -1,19 +1,31 @@
-// Notices writes to shards. Versions do not tell: libtorch's optimizers write through data(), which has a version of
-// its own. Internal to fsdp.
+// Notices writes to shards, and forwards that read them. Versions do not tell: libtorch's optimizers write through
+// data(), which has a version of its own. Internal to fsdp.
 #pragma once
+
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
 
 #include <atomic>
 #include <optional>
+#include <string>
 
+#include "lockstep/intercept/operator_call.h"
 #include "lockstep/intercept/storage_owner.h"
 
 namespace lockstep::detail {
 
 class ShardWatch final : public StorageOwner {
  public:
-  void before_operator(OperatorCall& /*call*/, c10::ArrayRef<TouchedTensor> touched) override {
+  void before_operator(OperatorCall& call, c10::ArrayRef<TouchedTensor> touched) override {
     for (const auto& each : touched) {
-      if (each.is_written) written_ = each.tensor.storage_offset();
+      if (each.is_written) {
+        written_ = each.tensor.storage_offset();
+      } else if (at::GradMode::is_enabled() && each.tensor.requires_grad() && is_computation(call.name())) {
+        TORCH_WARN_ONCE("[lockstep/fsdp] ", call.name(), " reads the shard of a parameter, of sizes ",
+                        each.tensor.sizes(), ", with gradients recorded. What it computes is of this rank's part, and ",
+                        "its gradients are not averaged: right for a penalty that is a sum over elements, but in a ",
+                        "forward use the module's member, which is whole, not parameters().");
+      }
     }
   }
 
@@ -25,7 +37,27 @@ class ShardWatch final : public StorageOwner {
   void clear() { written_ = -1; }
 
  private:
+  /// Copies, casts and exchanges are what to(), save() and averages of parameters do.
+  static bool is_computation(const std::string& name) {
+    return name != "aten::detach" && name != "aten::clone" && name != "aten::to" && name != "aten::_to_copy" &&
+           name != "aten::set_data" && name != "aten::_has_compatible_shallow_copy_type";
+  }
+
   std::atomic<int64_t> written_ = -1;
+};
+
+/// Notices that the program zeroes a gradient, which one that is zero and added to does not show.
+class ZeroWatch final : public StorageOwner {
+ public:
+  void before_operator(OperatorCall& call, c10::ArrayRef<TouchedTensor> touched) override {
+    const auto& name = call.name();
+    if (name != "aten::zero_" && name != "aten::fill_" && name != "aten::_foreach_zero_") return;
+    for (const auto& each : touched) is_zeroed_ = is_zeroed_ || each.is_written;
+  }
+  bool is_zeroed() const { return is_zeroed_; }
+
+ private:
+  std::atomic<bool> is_zeroed_ = false;
 };
 
 }  // namespace lockstep::detail

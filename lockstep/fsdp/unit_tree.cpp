@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <unordered_set>
 #include <utility>
 
 #include "lockstep/base/env.h"
@@ -20,6 +21,7 @@
 #include "lockstep/fsdp/unit_registry.h"
 #include "lockstep/intercept/operator_call.h"
 #include "lockstep/nn/module_tensors.h"
+#include "lockstep/shard/layout_of.h"
 
 namespace lockstep::detail {
 namespace {
@@ -162,6 +164,12 @@ bool UnitTree::is_in_backward() const {
 
 void UnitTree::enter_pass(bool is_recorded) {
   const bool has_thrown = pass_ == Pass::kBackward && backward_.expired();
+  if (has_thrown && has_kept()) {
+    const auto root = units_.back().lock();
+    TORCH_WARN(root ? root->who() : "[lockstep/fsdp]", ": a backward has thrown, and gradients that earlier ones set ",
+               "aside under no_sync() are dropped with it: it may have added to some of them. Begin the step anew, or ",
+               "zero gradients.");
+  }
   if (has_thrown) forget_step();
   if (is_in_backward()) return enter_backward();
   if (pass_ != Pass::kNone) return;
@@ -204,6 +212,8 @@ void UnitTree::begin_operator(Unit& unit, const OperatorCall& call, c10::ArrayRe
   check_access(unit, call, touched);
   TORCH_CHECK(unit.module_count() == 1 || !unit.is_root(), unit.who(),
               " is of several modules, which needs a root: ", "call fully_shard() for the module that holds them.");
+  // What Join throws at the beginning of a step it throws on all ranks, which go on with the group.
+  if (listener_ != nullptr) enter_pass(is_recorded);
   or_refuse(unit, [&] { touch(unit, is_recorded); });
   note({.kind = StepEvent::Kind::kTouch, .unit = unit.number_, .is_recorded = is_recorded});
 }
@@ -381,6 +391,7 @@ void UnitTree::reduce(Unit& unit) {
     for (const auto& group : unit.groups_) group->gradients().keep(!is_weightless_);
     return;
   }
+  if (weight_so_far_ != 0 && !has_kept()) weight_so_far_ = 0;  // zeroed since
   TORCH_CHECK(weight_so_far_ == 0, unit.who(), ": gradients of backward(loss, weight) under no_sync() wait to be ",
               "averaged: end with backward(loss, weight) as well, not with loss.backward().");
   const auto& settings = unit.settings_;
@@ -423,6 +434,9 @@ void UnitTree::end_backward() {
   weight_of_all_ = 0;
   is_weightless_ = false;
   if (listener_ != nullptr) check_zeroed();
+  // Walks the module tree: now and then.
+  ++backwards_;
+  if ((backwards_ & (backwards_ - 1)) == 0) check_registered();
   if (is_last_backward_) {
     finish_reductions(0);
     if (const auto last = std::exchange(replicating_, nullptr)) {
@@ -583,6 +597,29 @@ void UnitTree::check_zeroed() const {
                     "inputs could not tell. Zero gradients before every backward there.");
       }
     }
+  }
+}
+
+void UnitTree::check_registered() const {
+  const auto root = units_.back().lock();
+  const auto module = root ? root->module() : nullptr;
+  if (!module || root->mesh_.size() == 1) return;
+  std::unordered_set<const void*> known;
+  for (const auto& unit : units()) {
+    for (const auto& ignored : unit->options_.ignored_params) known.insert(ignored.unsafeGetTensorImpl());
+    for (const auto& ignored : unit->options_.ignored_modules) {
+      for (const auto& parameter : ignored->parameters()) known.insert(parameter.unsafeGetTensorImpl());
+    }
+  }
+  for (const auto& item : module->named_parameters()) {
+    const auto& parameter = item.value();
+    if (!parameter.grad().defined() || layout_of(parameter) || known.contains(parameter.unsafeGetTensorImpl()))
+      continue;
+    or_refuse(*root, [&] {
+      TORCH_CHECK(false, root->who(), ": parameter '", item.key(), "' was registered after fully_shard(), and has a ",
+                  "gradient that nobody averages: ranks would train it differently. Register it before, or shard its ",
+                  "module before its root.");
+    });
   }
 }
 

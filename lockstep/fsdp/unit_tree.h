@@ -99,6 +99,8 @@ class UnitTree : public std::enable_shared_from_this<UnitTree> {
   void note(const StepEvent& event);
   void mirror(const StepEvent& event);
   void check_zeroed() const;
+  /// No parameter below the root has got a gradient without being sharded or ignored.
+  void check_registered() const;
   bool is_in_backward() const;
   void end_backward();
   void make_whole(Unit& unit);
@@ -126,6 +128,7 @@ class UnitTree : public std::enable_shared_from_this<UnitTree> {
   mutable std::recursive_mutex mutex_;
   std::vector<std::weak_ptr<Unit>> units_;  // by number; the root is the last
   bool is_started_ = false;
+  int64_t backwards_ = 0;
   bool has_comm_hook_ = false;
   Pass pass_ = Pass::kNone;
   std::weak_ptr<int> backward_;  // expires when autograd's pass is over, or has thrown
