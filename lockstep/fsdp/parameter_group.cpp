@@ -3,6 +3,7 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
@@ -72,8 +73,15 @@ ParameterGroup::ParameterGroup(const std::vector<WholeParameter>& parameters, co
     members_.push_back(std::move(member));
     return members_.back();
   };
+  std::vector<at::Tensor> gradients;  // from before, which stay as those of a parameter would
+  const auto gradient_of = [](const at::Tensor& tensor) {
+    const auto gradient = tensor.grad();
+    if (!gradient.defined() || gradient.layout() != at::kStrided) return at::Tensor();
+    return gradient.detach();
+  };
   const auto take = [&](Member& member, const WholeParameter& parameter, int64_t offset) {
     const auto& [name, tensor, dim] = parameter;
+    tensor.mutable_grad().reset();
     const auto dtype = gathered_dtype(tensor.scalar_type());
     member.handles.push_back({name, tensor.sizes().vec(), offset, {tensor, dtype, owner, freed_message(name)}});
   };
@@ -81,11 +89,20 @@ ParameterGroup::ParameterGroup(const std::vector<WholeParameter>& parameters, co
   if (options_.use_orig_params) {
     for (const auto& parameter : parameters) {
       trainable.push_back(parameter.tensor.requires_grad());
+      gradients.push_back(gradient_of(parameter.tensor));
       take(add(parameter.name, parameter.tensor.detach(), parameter.dim), parameter, 0);
     }
   } else {
     std::vector<at::Tensor> rows;
-    for (const auto& parameter : parameters) rows.push_back(parameter.tensor.detach().reshape({-1}));
+    std::vector<at::Tensor> gradient_rows;
+    bool has_gradient = false;
+    for (const auto& parameter : parameters) {
+      rows.push_back(parameter.tensor.detach().reshape({-1}));
+      const auto gradient = gradient_of(parameter.tensor);
+      has_gradient = has_gradient || gradient.defined();
+      gradient_rows.push_back(gradient.defined() ? gradient.reshape({-1}) : at::zeros_like(rows.back()));
+    }
+    gradients.push_back(has_gradient ? at::cat(gradient_rows) : at::Tensor());
     auto& flat = add(kFlatName, at::cat(rows), 0);
     rows.clear();
     trainable.push_back(requires_grad);
@@ -101,6 +118,11 @@ ParameterGroup::ParameterGroup(const std::vector<WholeParameter>& parameters, co
     cut(members_[i], values[i]);
     members_[i].shard.set_requires_grad(trainable[i]);
     members_[i].is_trainable = trainable[i];
+    if (gradients[i].defined()) {
+      const auto& divided = members_[i].cut;
+      const auto part = gradients[i].narrow(divided.dim(), divided.begin(rank), divided.count(rank));
+      members_[i].shard.mutable_grad() = part.clone();
+    }
     values[i].reset();
   }
   watch_->clear();
@@ -171,6 +193,12 @@ void ParameterGroup::take_back_shards() {
   }
   const auto dtype = gathered_dtype(shards_.scalar_type());
   for (auto& member : members_) {
+    if (!member.is_in_place() && member.shard.storage().use_count() > 1) {
+      TORCH_WARN_ONCE(
+          "[lockstep/fsdp] rank ", mesh_.get_rank(), ": the shard of parameter '", member.name,
+          "' was given memory that other tensors share. Its values were copied from there: what is written ",
+          "to those later does not reach the parameter.");
+    }
     if (is_rebuilt || !member.is_in_place()) cut(member, member.shard.detach());
     if (!is_rebuilt) continue;
     for (auto& handle : member.handles) handle.memory.exchange(dtype, device_);

@@ -394,26 +394,24 @@ TEST(FsdpAdversary, PenaltiesOfInputGradientsTrain) {
 
 // A penalty on parameters(): each rank adds the gradient of its shard, which is what the mean over ranks has.
 TEST(FsdpAdversary, PenaltiesOfShardsAddToReducedGradients) {
-  for (const bool accumulates : {false, true}) {
-    compare_toys([&](Toy& model, Trainer& trainer) {
-      const auto penalty = [&] {
-        auto sum = at::zeros({});
-        for (const auto& parameter : model->parameters()) sum = sum + parameter.pow(2).sum();
-        return 0.05 * sum;
-      };
-      steps(model, 3, [&](int step) {
-        if (accumulates) {
-          const auto no_sync = trainer.no_sync();
-          (toy_loss(model, trainer, step + 20) + penalty()).backward();
-          (penalty() + toy_loss(model, trainer, step + 30)).backward();
-        }
-        (toy_loss(model, trainer, step) + penalty()).backward();
-      });
+  compare_toys([](Toy& model, Trainer& trainer) {
+    const auto penalty = [&] {
+      auto sum = at::zeros({});
+      for (const auto& parameter : model->parameters()) sum = sum + parameter.pow(2).sum();
+      return 0.05 * sum;
+    };
+    steps(model, 3, [&](int step) {
+      if (step < 2) {
+        const auto no_sync = trainer.no_sync();
+        (toy_loss(model, trainer, step + 20) + penalty()).backward();
+        (penalty() + toy_loss(model, trainer, step + 30)).backward();
+      }
+      (toy_loss(model, trainer, step) + penalty()).backward();
     });
-  }
+  });
 }
 
-/// One element, one row, no row, complex, double and integers.
+/// One element, one row, no row, and integers.
 struct OddImpl : torch::nn::Module {
   OddImpl()
       : one(register_parameter("one", at::full({1}, 0.5))),
@@ -496,28 +494,24 @@ TEST(FsdpAdversary, DoubleAndComplexParameters) {
 }
 
 TEST(FsdpAdversary, FrozenBetweenForwardAndBackward) {
-  compare_toys(
-      [](Toy& model, Trainer& trainer) {
-        if (trainer.root && !trainer.root->options().use_orig_params) model->to(at::kFloat);
-        const bool is_flat = model->parameters().size() < 10;
-        steps(model, 4, [&](int step) {
-          const auto loss = toy_loss(model, trainer, step);
-          if (!is_flat) {
-            for (const auto* name : {"head.weight", "table.weight", "first.up.weight"}) {
-              model->named_parameters()[name].set_requires_grad(step % 2 == 0);
-            }
-          } else {
-            return loss.backward();
-          }
-          loss.backward();
-          EXPECT_EQ(model->named_parameters()["head.weight"].grad().defined(), step % 2 == 0) << step;
-          for (auto& parameter : model->parameters()) parameter.set_requires_grad(true);
-          model->zero_grad();
-          toy_loss(model, trainer, step).backward();
-        });
-        if (!is_flat) return;
-      },
-      {2});
+  testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
+    for (const auto& [what, options] : all_ways(world)) {
+      if (what == "flat") continue;
+      compare(
+          world, what, options, [] { return Toy(); }, shard_toy,
+          [](Toy& model, Trainer& trainer) {
+            steps(model, 4, [&](int step) {
+              const auto loss = toy_loss(model, trainer, step);
+              for (const auto* name : {"head.weight", "table.weight", "first.up.weight"}) {
+                model->named_parameters()[name].set_requires_grad(step % 2 == 0);
+              }
+              loss.backward();
+              EXPECT_EQ(model->named_parameters()["head.weight"].grad().defined(), step % 2 == 0) << step;
+              for (auto& parameter : model->parameters()) parameter.set_requires_grad(true);
+            });
+          });
+    }
+  });
 }
 
 // The member is what C++ programs have at hand: freezing it means the parameter.
@@ -701,7 +695,7 @@ TEST(FsdpAdversary, AveragesOfParametersAreSwappedInForEvaluation) {
   });
 }
 
-TEST(FsdpAdversary, HooksOfMembersSeeLocalGradientsAndOfShardsReducedOnes) {
+TEST(FsdpAdversary, HooksOfMembersSeeLocalGradients) {
   compare_toys([](Toy& model, Trainer& trainer) {
     int calls = 0;
     model->head->weight.register_hook([&](const at::Tensor& grad) {
@@ -714,8 +708,6 @@ TEST(FsdpAdversary, HooksOfMembersSeeLocalGradientsAndOfShardsReducedOnes) {
         const auto no_sync = trainer.no_sync();
         toy_loss(model, trainer, step).backward();
       }
-      auto saved = model->parameters()[0].grad();
-      const auto copy = saved.clone();
       toy_loss(model, trainer, step + 10).backward();
       EXPECT_TRUE(model->parameters()[0].grad().defined());
     });
@@ -964,7 +956,6 @@ TEST(FsdpAdversary, LowPrecisionWithEverything) {
                     trainer.mean([&](int rank) { return at::matmul(rows(rank, step), model->head->weight.t()).sum(); });
                 (loss + 0.01 * part).backward({}, /*retain_graph=*/true);
                 loss.backward();
-                if (step == 1) model->second->up->weight.grad();
               });
             },
             0.03);
@@ -1015,6 +1006,46 @@ TEST(FsdpAdversary, JoinMayThrowWhenARankRunsOut) {
       train(ddp, plain, step);
     }
     expect_same_parameters(*model, *ddp.module(), "after a thrown Join");
+  });
+}
+
+// A check of the loss before sharding leaves gradients: they are the shards' now, and zeroed with them.
+TEST(FsdpAdversary, GradientsFromBeforeShardingAreTheShards) {
+  for (const bool is_zeroed : {false, true}) {
+    testing::run_threads_in_gtest({.world_size = 2}, [&](const World& world) {
+      for (const auto& [what, options] : all_ways(world)) {
+        const auto early = [](Toy& model) { model->forward(tokens(0, 90)).pow(2).mean().backward(); };
+        const auto shard = [&](Toy& model, const FullyShardOptions& options) {
+          early(model);
+          return shard_toy(model, options);
+        };
+        compare(
+            world, what, options, [] { return Toy(); }, shard,
+            [&](Toy& model, Trainer& trainer) {
+              if (!trainer.root) early(model);
+              if (is_zeroed) model->zero_grad();
+              toy_loss(model, trainer, 0).backward();
+              SGD(model->parameters(), SGDOptions(0.1)).step();
+            });
+      }
+    });
+  }
+}
+
+// Parameters put into a flat buffer after sharding: the unit has its own, and steps on that one are lost.
+TEST(FsdpAdversary, WarnsOfShardsInMemoryThatOthersShare) {
+  testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
+    auto model = net();
+    sharded(model, {.mesh = mesh_of(world)});
+    const Warnings warnings;
+    auto weight = model->named_parameters()["head.weight"];
+    weight.set_data(weight.detach().clone());
+    loss_of(model, world, 0);
+    EXPECT_EQ(warnings.count("memory that other tensors share"), 0);
+    const auto flat = weight.detach().clone().view({-1});
+    weight.set_data(flat.view(weight.sizes()));
+    loss_of(model, world, 0);
+    EXPECT_EQ(warnings.count("'head.weight' was given memory that other tensors share"), 1);
   });
 }
 
