@@ -637,6 +637,7 @@ TEST(FsdpAdversary, OptimizersThatNeedWholeVectorsAreRefused) {
 }
 
 // libtorch's own function sees this rank's shards only: the norm, and so the step, would differ by rank.
+// To notice it, every operator on a gradient would have to be seen, which costs each step.
 TEST(FsdpAdversary, DISABLED_LibtorchsClippingOfShardsIsNotSilent) {
   testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
     auto model = net();
@@ -828,6 +829,19 @@ TEST(FsdpAdversary, WeightedBackwardsThatWereZeroedBlockNothing) {
     }
     root.backward(loss_of(model, world, 1), 1 + world.rank());
     loss_of(model, world, 1).backward();
+  });
+}
+
+// Reductions that wait for the last backward are handed out though the program zeroed gradients meanwhile: shards have
+// none then that could tell.
+TEST(FsdpAdversary, DISABLED_ZeroingDropsReductionsThatWait) {
+  compare_toys([](Toy& model, Trainer& trainer) {
+    if (trainer.root) trainer.root->set_is_last_backward(false);
+    toy_loss(model, trainer, 0).backward();
+    model->zero_grad();
+    if (trainer.root) trainer.root->set_is_last_backward(true);
+    toy_loss(model, trainer, 1).backward();
+    SGD(model->parameters(), SGDOptions(0.1)).step();
   });
 }
 
