@@ -51,13 +51,10 @@ class Sharded final : public Strategy {
   Sharded(const World& world, const Options& options, const Gpt& model)
       : model_(model),
         root_(shard(sharding_options(world, options))),
-        optimizer_(model->parameters(), optimizer_options(options)) {
-    // What the sum over all ranks is divided by, each rank's loss being multiplied by its rows.
-    root_.set_gradient_divide_factor(static_cast<double>(options.batch_size));
-  }
+        optimizer_(model->parameters(), optimizer_options(options)) {}
 
   at::Tensor forward(const at::Tensor& input) override { return model_->forward(input); }
-  void backward(const at::Tensor& loss, int64_t rows) override { (loss * static_cast<double>(rows)).backward(); }
+  void backward(const at::Tensor& loss, int64_t rows) override { root_.backward(loss, static_cast<double>(rows)); }
   torch::optim::Optimizer& optimizer() override { return optimizer_; }
   ModuleState weights() const override { return full_state_dict(*model_); }
 

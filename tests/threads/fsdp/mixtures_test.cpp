@@ -19,7 +19,7 @@
 #include "lockstep/optim/grad_scaler.h"
 #include "tests/support/fsdp_models.h"
 
-namespace lockstep::fsdp_adversary_test {
+namespace lockstep::fsdp_mixtures_test {
 
 using namespace fsdp_models;
 using torch::optim::AdamW;
@@ -144,7 +144,7 @@ void steps(auto& model, int count, const Backward& backward) {
   }
 }
 
-TEST(FsdpAdversary, AccumulatesAcrossALoadAndAnEvaluation) {
+TEST(FsdpMixtures, AccumulatesAcrossALoadAndAnEvaluation) {
   compare_toys([](Toy& model, Trainer& trainer) {
     steps(model, 3, [&](int step) {
       {
@@ -164,7 +164,7 @@ TEST(FsdpAdversary, AccumulatesAcrossALoadAndAnEvaluation) {
   });
 }
 
-TEST(FsdpAdversary, AccumulatesAcrossACast) {
+TEST(FsdpMixtures, AccumulatesAcrossACast) {
   compare_toys([](Toy& model, Trainer& trainer) {
     {
       const auto no_sync = trainer.no_sync();
@@ -187,7 +187,7 @@ TEST(FsdpAdversary, AccumulatesAcrossACast) {
 }
 
 // What was exchanged is taken back by the first operator, which may be one of an evaluation.
-TEST(FsdpAdversary, EvaluatesInInferenceModeRightAfterALoad) {
+TEST(FsdpMixtures, EvaluatesInInferenceModeRightAfterALoad) {
   compare_toys([](Toy& model, Trainer& trainer) {
     steps(model, 3, [&](int step) {
       std::stringstream file;
@@ -209,7 +209,7 @@ TEST(FsdpAdversary, EvaluatesInInferenceModeRightAfterALoad) {
   });
 }
 
-TEST(FsdpAdversary, EvaluatesBetweenForwardAndBackward) {
+TEST(FsdpMixtures, EvaluatesBetweenForwardAndBackward) {
   compare_toys([](Toy& model, Trainer& trainer) {
     steps(model, 3, [&](int step) {
       const auto loss = toy_loss(model, trainer, step);
@@ -230,7 +230,7 @@ TEST(FsdpAdversary, EvaluatesBetweenForwardAndBackward) {
   });
 }
 
-TEST(FsdpAdversary, RetriesForwardsAndBackwardsThatThrew) {
+TEST(FsdpMixtures, RetriesForwardsAndBackwardsThatThrew) {
   compare_toys([](Toy& model, Trainer& trainer) {
     steps(model, 4, [&](int step) {
       if (step == 1) {
@@ -261,7 +261,7 @@ TEST(FsdpAdversary, RetriesForwardsAndBackwardsThatThrew) {
 }
 
 // Gradients of earlier backwards go with the one that threw: they may be half added up. That must not be silent.
-TEST(FsdpAdversary, TellsThatAThrowDropsWhatWasSetAside) {
+TEST(FsdpMixtures, TellsThatAThrowDropsWhatWasSetAside) {
   testing::run_threads_in_gtest({.world_size = 1}, [](const World& world) {
     auto model = net();
     auto root = sharded(model, {.mesh = mesh_of(world)});
@@ -277,7 +277,7 @@ TEST(FsdpAdversary, TellsThatAThrowDropsWhatWasSetAside) {
   });
 }
 
-TEST(FsdpAdversary, SeveralForwardsOfDifferentUnitsBeforeOneBackward) {
+TEST(FsdpMixtures, SeveralForwardsOfDifferentUnitsBeforeOneBackward) {
   compare_toys([](Toy& model, Trainer& trainer) {
     steps(model, 3, [&](int step) {
       const auto one = trainer.mean([&](int rank) { return model->first->forward(rows(rank, step)).pow(2).mean(); });
@@ -295,7 +295,7 @@ TEST(FsdpAdversary, SeveralForwardsOfDifferentUnitsBeforeOneBackward) {
   });
 }
 
-TEST(FsdpAdversary, UnitsRunInOtherOrdersOrNotAtAll) {
+TEST(FsdpMixtures, UnitsRunInOtherOrdersOrNotAtAll) {
   compare_toys([](Toy& model, Trainer& trainer) {
     steps(model, 6, [&](int step) {
       trainer
@@ -334,7 +334,7 @@ struct ViewerImpl : torch::nn::Module {
 };
 TORCH_MODULE(Viewer);
 
-TEST(FsdpAdversary, ViewsOfParametersAndTwoUnitsInOneOperator) {
+TEST(FsdpMixtures, ViewsOfParametersAndTwoUnitsInOneOperator) {
   for (const int size : {1, 2, 4}) {
     testing::run_threads_in_gtest({.world_size = size}, [](const World& world) {
       for (auto& [what, options] : all_ways(world)) {
@@ -356,7 +356,7 @@ TEST(FsdpAdversary, ViewsOfParametersAndTwoUnitsInOneOperator) {
 }
 
 // Gradients for the program, not for .grad: local, and nothing else is disturbed.
-TEST(FsdpAdversary, GradientsOfInputsAndOfMembersAreThePrograms) {
+TEST(FsdpMixtures, GradientsOfInputsAndOfMembersAreThePrograms) {
   compare_toys([](Toy& model, Trainer& trainer) {
     steps(model, 3, [&](int step) {
       {
@@ -377,7 +377,7 @@ TEST(FsdpAdversary, GradientsOfInputsAndOfMembersAreThePrograms) {
 }
 
 // A gradient penalty: gradients of inputs are differentiated, parameters' are not.
-TEST(FsdpAdversary, PenaltiesOfInputGradientsTrain) {
+TEST(FsdpMixtures, PenaltiesOfInputGradientsTrain) {
   compare_toys([](Toy& model, Trainer& trainer) {
     steps(model, 3, [&](int step) {
       trainer
@@ -393,7 +393,7 @@ TEST(FsdpAdversary, PenaltiesOfInputGradientsTrain) {
 }
 
 // A penalty on parameters(): each rank adds the gradient of its shard, which is what the mean over ranks has.
-TEST(FsdpAdversary, PenaltiesOfShardsAddToReducedGradients) {
+TEST(FsdpMixtures, PenaltiesOfShardsAddToReducedGradients) {
   compare_toys([](Toy& model, Trainer& trainer) {
     const auto penalty = [&] {
       auto sum = at::zeros({});
@@ -427,7 +427,7 @@ struct OddImpl : torch::nn::Module {
 };
 TORCH_MODULE(Odd);
 
-TEST(FsdpAdversary, ParametersOfOneElementOneRowAndNone) {
+TEST(FsdpMixtures, ParametersOfOneElementOneRowAndNone) {
   for (const int size : {1, 2, 4}) {
     testing::run_threads_in_gtest({.world_size = size}, [](const World& world) {
       for (auto& [what, options] : all_ways(world)) {
@@ -488,12 +488,12 @@ void train_typed() {
   });
 }
 
-TEST(FsdpAdversary, DoubleAndComplexParameters) {
+TEST(FsdpMixtures, DoubleAndComplexParameters) {
   train_typed<at::kDouble>();
   train_typed<at::kComplexFloat>();
 }
 
-TEST(FsdpAdversary, FrozenBetweenForwardAndBackward) {
+TEST(FsdpMixtures, FrozenBetweenForwardAndBackward) {
   testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
     for (const auto& [what, options] : all_ways(world)) {
       if (what == "flat") continue;
@@ -515,7 +515,7 @@ TEST(FsdpAdversary, FrozenBetweenForwardAndBackward) {
 }
 
 // The member is what C++ programs have at hand: freezing it means the parameter.
-TEST(FsdpAdversary, MembersCanBeFrozenAndThawed) {
+TEST(FsdpMixtures, MembersCanBeFrozenAndThawed) {
   testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
     for (auto& [what, options] : all_ways(world)) {
       if (what == "flat") continue;
@@ -538,7 +538,7 @@ TEST(FsdpAdversary, MembersCanBeFrozenAndThawed) {
   });
 }
 
-TEST(FsdpAdversary, TwoModelsUnderOneLossAndOneInsideOfAPlainOne) {
+TEST(FsdpMixtures, TwoModelsUnderOneLossAndOneInsideOfAPlainOne) {
   struct PairImpl : torch::nn::Module {
     PairImpl()
         : one(register_module("one", Toy())),
@@ -579,7 +579,7 @@ TEST(FsdpAdversary, TwoModelsUnderOneLossAndOneInsideOfAPlainOne) {
   }
 }
 
-TEST(FsdpAdversary, TwoGroupsWithOneModelEach) {
+TEST(FsdpMixtures, TwoGroupsWithOneModelEach) {
   testing::run_threads_in_gtest({.world_size = 4}, [](const World& world) {
     const auto mesh = init_device_mesh("cpu", {2, 2}, {.mesh_dim_names = {"outer", "inner"}});
     for (const auto* axis : {"outer", "inner"}) {
@@ -605,7 +605,7 @@ TEST(FsdpAdversary, TwoGroupsWithOneModelEach) {
   });
 }
 
-TEST(FsdpAdversary, OptimizersWithGroupsDecayClosuresAndZeros) {
+TEST(FsdpMixtures, OptimizersWithGroupsDecayClosuresAndZeros) {
   compare_toys([](Toy& model, Trainer& trainer) {
     std::vector<at::Tensor> decayed;
     std::vector<at::Tensor> others;
@@ -627,7 +627,7 @@ TEST(FsdpAdversary, OptimizersWithGroupsDecayClosuresAndZeros) {
 }
 
 // Dot products of shards are this rank's: directions would differ by rank.
-TEST(FsdpAdversary, OptimizersThatNeedWholeVectorsAreRefused) {
+TEST(FsdpMixtures, OptimizersThatNeedWholeVectorsAreRefused) {
   testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
     auto model = net();
     sharded(model, {.mesh = mesh_of(world)});
@@ -638,7 +638,7 @@ TEST(FsdpAdversary, OptimizersThatNeedWholeVectorsAreRefused) {
 
 // libtorch's own function sees this rank's shards only: the norm, and so the step, would differ by rank.
 // To notice it, every operator on a gradient would have to be seen, which costs each step.
-TEST(FsdpAdversary, DISABLED_LibtorchsClippingOfShardsIsNotSilent) {
+TEST(FsdpMixtures, DISABLED_LibtorchsClippingOfShardsIsNotSilent) {
   testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
     auto model = net();
     sharded(model, {.mesh = mesh_of(world)});
@@ -647,7 +647,7 @@ TEST(FsdpAdversary, DISABLED_LibtorchsClippingOfShardsIsNotSilent) {
   });
 }
 
-TEST(FsdpAdversary, ScalersAccumulateAndSkip) {
+TEST(FsdpMixtures, ScalersAccumulateAndSkip) {
   compare_toys([](Toy& model, Trainer& trainer) {
     AdamW optimizer(model->parameters(), AdamWOptions(1e-2));
     GradScaler scaler({.device = at::kCPU, .init_scale = 256, .growth_interval = 2});
@@ -669,7 +669,7 @@ TEST(FsdpAdversary, ScalersAccumulateAndSkip) {
   });
 }
 
-TEST(FsdpAdversary, AveragesOfParametersAreSwappedInForEvaluation) {
+TEST(FsdpMixtures, AveragesOfParametersAreSwappedInForEvaluation) {
   compare_toys([](Toy& model, Trainer& trainer) {
     std::vector<at::Tensor> average;
     for (const auto& parameter : model->parameters()) average.push_back(parameter.detach().clone());
@@ -696,7 +696,7 @@ TEST(FsdpAdversary, AveragesOfParametersAreSwappedInForEvaluation) {
   });
 }
 
-TEST(FsdpAdversary, HooksOfMembersSeeLocalGradients) {
+TEST(FsdpMixtures, HooksOfMembersSeeLocalGradients) {
   compare_toys([](Toy& model, Trainer& trainer) {
     int calls = 0;
     model->head->weight.register_hook([&](const at::Tensor& grad) {
@@ -729,7 +729,7 @@ struct NormedImpl : torch::nn::Module {
 };
 TORCH_MODULE(Normed);
 
-TEST(FsdpAdversary, ModulesThatComputeTheirMembers) {
+TEST(FsdpMixtures, ModulesThatComputeTheirMembers) {
   for (const int size : {2, 4}) {
     testing::run_threads_in_gtest({.world_size = size}, [](const World& world) {
       for (auto& [what, options] : all_ways(world)) {
@@ -748,7 +748,7 @@ TEST(FsdpAdversary, ModulesThatComputeTheirMembers) {
 }
 
 // Their gradients would be each rank's own.
-TEST(FsdpAdversary, RefusesParametersThatAreRegisteredLater) {
+TEST(FsdpMixtures, RefusesParametersThatAreRegisteredLater) {
   testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
     auto model = net();
     auto root = sharded(model, {.mesh = mesh_of(world)});
@@ -766,7 +766,7 @@ TEST(FsdpAdversary, RefusesParametersThatAreRegisteredLater) {
 }
 
 // In a forward, parameters() are shards: of one row they would be broadcast in silence.
-TEST(FsdpAdversary, TellsOfForwardsThatReadShards) {
+TEST(FsdpMixtures, TellsOfForwardsThatReadShards) {
   struct ByNameImpl : torch::nn::Module {
     explicit ByNameImpl(bool has_member) {
       auto registered = register_parameter("scale", at::full({2}, 0.5));
@@ -794,7 +794,7 @@ TEST(FsdpAdversary, TellsOfForwardsThatReadShards) {
 }
 
 // A view from before keeps the memory from before.
-TEST(FsdpAdversary, WarnsOfViewsFromBeforeSharding) {
+TEST(FsdpMixtures, WarnsOfViewsFromBeforeSharding) {
   struct CachedImpl : torch::nn::Module {
     CachedImpl() : weight(register_parameter("weight", at::ones({4, 4}))), turned(weight.t()) {}
     at::Tensor forward(const at::Tensor& input) { return at::matmul(input, turned); }
@@ -811,7 +811,7 @@ TEST(FsdpAdversary, WarnsOfViewsFromBeforeSharding) {
   });
 }
 
-TEST(FsdpAdversary, WeightedBackwardsThatWereZeroedBlockNothing) {
+TEST(FsdpMixtures, WeightedBackwardsThatWereZeroedBlockNothing) {
   testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
     auto model = net();
     auto root = sharded(model, {.mesh = mesh_of(world)});
@@ -834,7 +834,7 @@ TEST(FsdpAdversary, WeightedBackwardsThatWereZeroedBlockNothing) {
 
 // Reductions that wait for the last backward are handed out though the program zeroed gradients meanwhile: shards have
 // none then that could tell.
-TEST(FsdpAdversary, DISABLED_ZeroingDropsReductionsThatWait) {
+TEST(FsdpMixtures, DISABLED_ZeroingDropsReductionsThatWait) {
   compare_toys([](Toy& model, Trainer& trainer) {
     if (trainer.root) trainer.root->set_is_last_backward(false);
     toy_loss(model, trainer, 0).backward();
@@ -845,7 +845,7 @@ TEST(FsdpAdversary, DISABLED_ZeroingDropsReductionsThatWait) {
   });
 }
 
-TEST(FsdpAdversary, WeightedAndPlainBackwardsMix) {
+TEST(FsdpMixtures, WeightedAndPlainBackwardsMix) {
   compare_toys([](Toy& model, Trainer& trainer) {
     steps(model, 3, [&](int step) {
       const auto weight = [](int rank) { return 1.0 + rank; };
@@ -865,7 +865,7 @@ TEST(FsdpAdversary, WeightedAndPlainBackwardsMix) {
   });
 }
 
-TEST(FsdpAdversary, ThreadsOfOneRankMayRunForwards) {
+TEST(FsdpMixtures, ThreadsOfOneRankMayRunForwards) {
   testing::run_threads_in_gtest({.world_size = 1}, [](const World& world) {
     auto model = built_from_seed([] { return Toy(); });
     auto plain = built_from_seed([] { return Toy(); });
@@ -884,7 +884,7 @@ TEST(FsdpAdversary, ThreadsOfOneRankMayRunForwards) {
   });
 }
 
-TEST(FsdpAdversary, GraphsMayOutliveTheirModel) {
+TEST(FsdpMixtures, GraphsMayOutliveTheirModel) {
   testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
     for (auto& [what, options] : all_ways(world)) {
       auto input = at::ones({2, 8}).requires_grad_();
@@ -910,7 +910,7 @@ TEST(FsdpAdversary, GraphsMayOutliveTheirModel) {
   });
 }
 
-TEST(FsdpAdversary, RecurrentLayersTrainAndAreCast) {
+TEST(FsdpMixtures, RecurrentLayersTrainAndAreCast) {
   for (const int size : {2, 4}) {
     testing::run_threads_in_gtest({.world_size = size}, [](const World& world) {
       for (auto& [what, options] : all_ways(world)) {
@@ -939,7 +939,7 @@ TEST(FsdpAdversary, RecurrentLayersTrainAndAreCast) {
 
 // LSTM::to() takes its weights from the register, which holds shards, and drops those it computed with: it ends in an
 // error of sizes that does not say so. Nothing is told of it: the unit goes with its handles.
-TEST(FsdpAdversary, DISABLED_RecurrentLayersThatWereCastAreToldWhyTheyDoNotRun) {
+TEST(FsdpMixtures, DISABLED_RecurrentLayersThatWereCastAreToldWhyTheyDoNotRun) {
   testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
     auto model = built_from_seed([] { return torch::nn::LSTM(torch::nn::LSTMOptions(8, 4).batch_first(true)); });
     fully_shard(model, {.mesh = mesh_of(world)});
@@ -949,7 +949,7 @@ TEST(FsdpAdversary, DISABLED_RecurrentLayersThatWereCastAreToldWhyTheyDoNotRun) 
 }
 
 /// As DDP of the same precision would be too much to ask: beside one process in float, roughly.
-TEST(FsdpAdversary, LowPrecisionWithEverything) {
+TEST(FsdpMixtures, LowPrecisionWithEverything) {
   for (const int size : {2, 4}) {
     testing::run_threads_in_gtest({.world_size = size}, [](const World& world) {
       for (auto& [what, given] : all_ways(world)) {
@@ -978,7 +978,7 @@ TEST(FsdpAdversary, LowPrecisionWithEverything) {
   }
 }
 
-TEST(FsdpAdversary, AutocastTrainsAsDdpDoes) {
+TEST(FsdpMixtures, AutocastTrainsAsDdpDoes) {
   testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
     expect_parity(world, [&](auto& model, SGD& optimizer) {
       for (int step = 0; step < 3; ++step) {
@@ -998,7 +998,7 @@ TEST(FsdpAdversary, AutocastTrainsAsDdpDoes) {
   });
 }
 
-TEST(FsdpAdversary, JoinMayThrowWhenARankRunsOut) {
+TEST(FsdpMixtures, JoinMayThrowWhenARankRunsOut) {
   testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
     auto model = net();
     auto root = sharded(model, {.mesh = mesh_of(world)});
@@ -1024,7 +1024,7 @@ TEST(FsdpAdversary, JoinMayThrowWhenARankRunsOut) {
 }
 
 // A check of the loss before sharding leaves gradients: they are the shards' now, and zeroed with them.
-TEST(FsdpAdversary, GradientsFromBeforeShardingAreTheShards) {
+TEST(FsdpMixtures, GradientsFromBeforeShardingAreTheShards) {
   for (const bool is_zeroed : {false, true}) {
     testing::run_threads_in_gtest({.world_size = 2}, [&](const World& world) {
       for (const auto& [what, options] : all_ways(world)) {
@@ -1047,7 +1047,7 @@ TEST(FsdpAdversary, GradientsFromBeforeShardingAreTheShards) {
 }
 
 // Parameters put into a flat buffer after sharding: the unit has its own, and steps on that one are lost.
-TEST(FsdpAdversary, WarnsOfShardsInMemoryThatOthersShare) {
+TEST(FsdpMixtures, WarnsOfShardsInMemoryThatOthersShare) {
   testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
     auto model = net();
     sharded(model, {.mesh = mesh_of(world)});
@@ -1064,7 +1064,7 @@ TEST(FsdpAdversary, WarnsOfShardsInMemoryThatOthersShare) {
 }
 
 // A unit that is still whole is gathered anew on all ranks, though one of them had nothing to write.
-TEST(FsdpAdversary, ARankWithNothingToWriteSeesThatOthersWrote) {
+TEST(FsdpMixtures, ARankWithNothingToWriteSeesThatOthersWrote) {
   testing::run_threads_in_gtest({.world_size = 3}, [](const World& world) {
     torch::nn::Linear layer(4, 2);
     fully_shard(layer, {.mesh = mesh_of(world), .reshard_after_forward = false});
@@ -1077,4 +1077,4 @@ TEST(FsdpAdversary, ARankWithNothingToWriteSeesThatOthersWrote) {
   });
 }
 
-}  // namespace lockstep::fsdp_adversary_test
+}  // namespace lockstep::fsdp_mixtures_test
