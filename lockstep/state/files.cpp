@@ -2,15 +2,13 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
-#include <torch/csrc/jit/serialization/pickle.h>
 
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
-#include <iterator>
 
 #include "lockstep/base/str.h"
 #include "lockstep/shard/flat.h"
+#include "lockstep/state/pickled_file.h"
 #include "lockstep/state/python_format.h"
 
 namespace lockstep::detail {
@@ -231,31 +229,14 @@ void write_index(const std::string& path, const StateIndex& index) {
   whole.insert("groups", to_python(index.groups));
   whole.insert("pieces", to_ivalue(index.pieces));
   whole.insert("tensors", to_ivalue(index.tensors));
-  const auto bytes = torch::jit::pickle_save(whole);
-  // Under another name first: an index that is there is complete.
-  const auto unfinished = path + ".new";
-  std::ofstream out(unfinished, std::ios::binary | std::ios::trunc);
-  out.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
-  out.close();
-  TORCH_CHECK(out && std::rename(unfinished.c_str(), path.c_str()) == 0, "[lockstep/state] cannot write ", path, ": ",
-              std::strerror(errno));
+  write_pickled(path, whole);
 }
 
 StateIndex read_index(const std::string& path) {
-  std::ifstream in(path, std::ios::binary);
-  TORCH_CHECK(in, "[lockstep/state] cannot read ", path, ": ", std::strerror(errno));
-  const std::vector<char> bytes{std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
-  c10::IValue value;
-  try {
-    value = torch::jit::pickle_load(bytes);
-  } catch (const std::exception&) {
-    TORCH_CHECK(false, "[lockstep/state] ", path, " is no index of saved optimizer state");
-  }
-  const bool has_format = value.isGenericDict() && value.toGenericDict().contains("format");
-  const auto format = has_format ? value.toGenericDict().at("format").toStringRef() : "";
-  TORCH_CHECK(format == kFormat || format == kFirstFormat, "[lockstep/state] ", path,
-              " is no index of saved optimizer state");
-  const auto whole = value.toGenericDict();
+  constexpr const char* kWhat = "index of saved optimizer state";
+  const auto whole = read_pickled(path, kWhat);
+  const auto format = whole.at("format").toStringRef();
+  TORCH_CHECK(format == kFormat || format == kFirstFormat, "[lockstep/state] ", path, " is no ", kWhat);
   return {.save_id = whole.at("save").toInt(),
           .groups = from_python(whole.at("groups")),
           .tensors = format == kFormat ? tensors_from(whole.at("tensors"))

@@ -3,17 +3,12 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
-#include <torch/csrc/jit/serialization/pickle.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <cstdio>
-#include <cstring>
-#include <fstream>
-#include <iterator>
 
 #include "lockstep/base/str.h"
 #include "lockstep/shard/layout_of.h"
+#include "lockstep/state/pickled_file.h"
 
 namespace lockstep {
 namespace {
@@ -186,30 +181,13 @@ void save_state_shard(const std::string& path, const StateShard& shard) {
   whole.insert("parts", static_cast<int64_t>(shard.parts));
   whole.insert("model", ivalue_of(shard.model));
   whole.insert("optimizer", ivalue_of(shard.optimizer));
-  const auto bytes = torch::jit::pickle_save(whole);
-  // Under another name first: a part that is there is complete.
-  const auto unfinished = path + ".new";
-  std::ofstream out(unfinished, std::ios::binary | std::ios::trunc);
-  out.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
-  out.close();
-  TORCH_CHECK(out && std::rename(unfinished.c_str(), path.c_str()) == 0, "[lockstep/state] cannot write ", path, ": ",
-              std::strerror(errno));
+  detail::write_pickled(path, whole);
 }
 
 StateShard load_state_shard(const std::string& path) {
-  std::ifstream in(path, std::ios::binary);
-  TORCH_CHECK(in, "[lockstep/state] cannot read ", path, ": ", std::strerror(errno));
-  const std::vector<char> bytes{std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
-  c10::IValue value;
-  try {
-    value = torch::jit::pickle_load(bytes);
-  } catch (const std::exception&) {
-    TORCH_CHECK(false, "[lockstep/state] ", path, " is no part of saved state");
-  }
-  const bool has_format = value.isGenericDict() && value.toGenericDict().contains("format");
-  TORCH_CHECK(has_format && value.toGenericDict().at("format").toStringRef() == kShardFormat, "[lockstep/state] ", path,
-              " is no part of saved state");
-  const auto whole = value.toGenericDict();
+  constexpr const char* kWhat = "part of saved state";
+  const auto whole = detail::read_pickled(path, kWhat);
+  TORCH_CHECK(whole.at("format").toStringRef() == kShardFormat, "[lockstep/state] ", path, " is no ", kWhat);
   return {.save = whole.at("save").toStringRef(),
           .parts = static_cast<int>(whole.at("parts").toInt()),
           .model = model_from(whole.at("model")),
