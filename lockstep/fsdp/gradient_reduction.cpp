@@ -4,6 +4,8 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/accumulate.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -179,9 +181,7 @@ void GradientReduction::fill(const at::Tensor& input, const Member& member, doub
     auto source = handle.kept_grad;
     if (source.defined() && grad.defined()) source.add_(grad);
     if (!source.defined()) source = grad;
-    int64_t elements = 1;
-    for (const auto size : handle.sizes) elements *= size;
-    const auto place = part_of(input, {handle.offset, handle.offset + elements});
+    const auto place = part_of(input, {handle.offset, handle.offset + c10::multiply_integers(handle.sizes)});
     if (!source.defined()) {
       place.zero_();
     } else if (cut.is_in_order()) {
@@ -202,11 +202,10 @@ void GradientReduction::launch(const ReductionSettings& settings) {
   if (reduction.members.empty()) return;
   check(reduction.members);
   int64_t elements = 0;
-  at::ScalarType dtype = members_[reduction.members.front()].handles.front().tensor().scalar_type();
   for (const auto index : reduction.members) elements += members_[index].cut.padded();
-  dtype = reduce_dtype(dtype);
-  const auto device = members_[reduction.members.front()].handles.front().tensor().device();
-  const auto options = at::TensorOptions(dtype).device(device);
+  const auto whole = members_[reduction.members.front()].handles.front().tensor();
+  const auto dtype = reduce_dtype(whole.scalar_type());
+  const auto options = at::TensorOptions(dtype).device(whole.device());
   const auto divisor = settings.divisor > 0 ? settings.divisor : static_cast<double>(world());
   const auto before = dtype == at::kHalf ? factor_before_half(divisor) : divisor;
   reduction.scale_after = before / divisor;
@@ -303,6 +302,7 @@ void GradientReduction::hand_out(const Member& member, const at::Tensor& flat) {
   auto part = part_of(flat, {0, shard.numel()}).view(shard.sizes());
   if (is_pinned) {
     auto host = at::empty(shard.sizes(), shard.options().dtype(dtype).pinned_memory(true).requires_grad(false));
+    if (is_async) copying_ = c10::impl::VirtualGuardImpl(part.device().type()).getStream(part.device());
     part = host.copy_(part, is_async);
   } else if (part.scalar_type() != dtype || part.device() != shard.device()) {
     part = part.to(shard.device(), dtype);
@@ -314,6 +314,11 @@ void GradientReduction::hand_out(const Member& member, const at::Tensor& flat) {
     grad = part;
   }
   if (const auto& after = torch::autograd::impl::post_acc_grad_hooks(shard)) (*after)(shard);
+}
+
+void GradientReduction::finish_copies() {
+  if (copying_) copying_->synchronize();
+  copying_.reset();
 }
 
 void GradientReduction::drop() {

@@ -6,10 +6,12 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -54,6 +56,8 @@ class GradientReduction {
   void finish_replicas();
   /// Puts what was reduced into the shards' .grad, or adds it to what is there, and runs the shards' hooks.
   void hand_out();
+  /// Waits for gradients on their way to the host.
+  void finish_copies();
   /// Forgets what was launched, kept, and is in the whole parameters' .grad.
   void drop();
   /// Bytes of the buffers that reduce all gradients.
@@ -104,6 +108,7 @@ class GradientReduction {
   std::vector<Reduction> scattering_;  // in launch order
   std::vector<Reduction> replicating_;
   std::vector<Reduction> reduced_;
+  std::optional<c10::Stream> copying_;  // on which gradients go to the host
 };
 
 }  // namespace lockstep::detail

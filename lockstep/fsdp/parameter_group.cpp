@@ -50,6 +50,23 @@ at::Tensor in_order(const at::Tensor& parts, const Cut& cut) {
   return parts.view({cut.ranks(), cut.before(), -1}).transpose(0, 1).contiguous().view({-1});
 }
 
+/// What a parameter has from before; undefined if there is none that can be cut.
+at::Tensor gradient_of(const at::Tensor& tensor) {
+  const auto& gradient = tensor.grad();
+  if (!gradient.defined() || gradient.layout() != at::kStrided) return {};
+  return gradient.detach();
+}
+
+at::Tensor flat_gradient(const std::vector<WholeParameter>& parameters) {
+  const auto has_one = [](const WholeParameter& each) { return gradient_of(each.tensor).defined(); };
+  if (std::none_of(parameters.begin(), parameters.end(), has_one)) return {};
+  std::vector<at::Tensor> rows;
+  for (const auto& each : parameters) {
+    rows.push_back((has_one(each) ? gradient_of(each.tensor) : at::zeros_like(each.tensor.detach())).reshape({-1}));
+  }
+  return at::cat(rows);
+}
+
 }  // namespace
 
 ParameterGroup::ParameterGroup(const std::vector<WholeParameter>& parameters, const DeviceMesh& mesh,
@@ -74,11 +91,6 @@ ParameterGroup::ParameterGroup(const std::vector<WholeParameter>& parameters, co
     return members_.back();
   };
   std::vector<at::Tensor> gradients;  // from before, which stay as those of a parameter would
-  const auto gradient_of = [](const at::Tensor& tensor) {
-    const auto gradient = tensor.grad();
-    if (!gradient.defined() || gradient.layout() != at::kStrided) return at::Tensor();
-    return gradient.detach();
-  };
   const auto take = [&](Member& member, const WholeParameter& parameter, int64_t offset) {
     const auto& [name, tensor, dim] = parameter;
     tensor.mutable_grad().reset();
@@ -94,15 +106,8 @@ ParameterGroup::ParameterGroup(const std::vector<WholeParameter>& parameters, co
     }
   } else {
     std::vector<at::Tensor> rows;
-    std::vector<at::Tensor> gradient_rows;
-    bool has_gradient = false;
-    for (const auto& parameter : parameters) {
-      rows.push_back(parameter.tensor.detach().reshape({-1}));
-      const auto gradient = gradient_of(parameter.tensor);
-      has_gradient = has_gradient || gradient.defined();
-      gradient_rows.push_back(gradient.defined() ? gradient.reshape({-1}) : at::zeros_like(rows.back()));
-    }
-    gradients.push_back(has_gradient ? at::cat(gradient_rows) : at::Tensor());
+    for (const auto& parameter : parameters) rows.push_back(parameter.tensor.detach().reshape({-1}));
+    gradients.push_back(flat_gradient(parameters));
     auto& flat = add(kFlatName, at::cat(rows), 0);
     rows.clear();
     trainable.push_back(requires_grad);

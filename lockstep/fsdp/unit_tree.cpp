@@ -445,6 +445,9 @@ void UnitTree::end_backward() {
     for (const auto& unit : all) {
       for (const auto& group : unit->groups_) group->gradients().hand_out();
     }
+    for (const auto& unit : all) {
+      for (const auto& group : unit->groups_) group->gradients().finish_copies();
+    }
   }
   for (const auto& unit : all) rest(*unit, frees_after_backward(*unit));
   end_passes();
