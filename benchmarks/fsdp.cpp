@@ -1,6 +1,6 @@
 // Training steps of fully_shard() over shared memory, beside Python's fully_shard over gloo, our own
-// DistributedDataParallel and the step without any of them. Round by round, each time fresh processes; within a round
-// the C++ ones take turns step by step. See docs/benchmarks.md.
+// DistributedDataParallel, gathers that copy (share_on_host off) and the step without any of them. Round by round, each
+// time fresh processes; within a round the C++ ones take turns step by step. See docs/benchmarks.md.
 #include "benchmarks/fsdp/contender.h"
 #include "benchmarks/kit/training.h"
 #include "lockstep/base/str.h"
@@ -26,12 +26,13 @@ void add_rows(Report& report, const std::string& model, int world, const Measure
   const auto add = [&](PeerRows rows, const std::map<std::string, Samples>& figures) {
     rows.case_name = str(rows.case_name, " ", where);
     rows.ours = "ours";
-    rows.peers = {"python-fully_shard", "ddp", "local", "bound"};
+    rows.peers = {"python-fully_shard", "copied", "ddp", "local", "bound"};
     add_peer_rows(report, rows, figures);
   };
   const auto& steps = measured.at("step");
   add({.case_name = "step", .metric = "ms", .goals = step_goals(model, world)}, steps);
-  auto exposed = differences(steps, {{"ours", "local"}, {"ddp", "local"}, {"python-fully_shard", "python-local"}});
+  auto exposed = differences(
+      steps, {{"ours", "local"}, {"copied", "local"}, {"ddp", "local"}, {"python-fully_shard", "python-local"}});
   add({.case_name = "exposed communication", .metric = "ms", .are_differences = true}, exposed);
   if (model == "300-layers" && world == 1) {
     constexpr double kScale = 1000.0 / 300;
@@ -55,9 +56,9 @@ int main(int argc, char** argv) {
   return training_main(argc, argv,
                        {.name = "fsdp",
                         .description = "training steps of fully_shard() beside Python's and beside our DDP",
-                        .contenders = {"local", "ours", "ddp"},
+                        .contenders = {"local", "ours", "copied", "ddp"},
                         .python_contenders = {"python-local", "python-fully_shard"},
-                        .alone = {"ours", "ddp", "python-fully_shard"},
+                        .alone = {"ours", "copied", "ddp", "python-fully_shard"},
                         .python_peer = LOCKSTEP_BENCH_PYTHON_PEER,
                         .make = make_contender,
                         .add_rows = add_rows});

@@ -28,8 +28,9 @@ Options sharding_options(const World& world) {
   return options;
 }
 
-std::function<at::Tensor(const at::Tensor&)> sharded(const Workload& workload, const World& world) {
-  const auto options = sharding_options<FullyShardOptions>(world);
+std::function<at::Tensor(const at::Tensor&)> sharded(const Workload& workload, const World& world, bool shares) {
+  auto options = sharding_options<FullyShardOptions>(world);
+  options.share_on_host = shares;
   for (const auto& block : workload.module->blocks()) fully_shard(*block, options);
   fully_shard(*workload.module, options);
   return [module = workload.module](const at::Tensor& input) { return module->forward(input); };
@@ -48,7 +49,8 @@ Contender make_contender(const std::string& name, const Case& which, const World
   const auto made = [&](std::function<at::Tensor(const at::Tensor&)> forward) {
     return Contender{name, {{"step", step_of(workload, std::move(forward))}}};
   };
-  if (name == "ours") return made(sharded(workload, world));
+  if (name == "ours") return made(sharded(workload, world, /*shares=*/true));
+  if (name == "copied") return made(sharded(workload, world, /*shares=*/false));
   if (name == "ddp") return made(replicated(workload, world));
   TORCH_CHECK(name == "local", "unknown contender ", name);
   return made([module = workload.module](const at::Tensor& input) { return module->forward(input); });

@@ -52,6 +52,8 @@ struct Call {
   bool is_async = true;
   std::vector<int64_t> input_splits = {};
   std::vector<int64_t> output_splits = {};
+  /// No rank's call ends before all ranks have their outputs. Backends of others do not know it.
+  bool ends_together = false;
   std::chrono::milliseconds timeout = c10d::kUnsetTimeout;
   /// What it is for. launch() fills in the current LabelScope's if there is none.
   CallLabel label = {};

@@ -172,6 +172,7 @@ std::vector<std::string> check_in(c10d::Store& store, const std::string& prefix,
 
 GroupPtr connect_group(GroupDescription description) {
   const auto specs = parse_backend_spec(description.backend_spec);
+  const bool is_alone = description.size == 1 && env("LOCKSTEP_CONNECT_ALONE").value_or("0") != "1";
   if (description.size > 1) {
     check_in(*description.store, "check_in", str("making group '", description.name, "'"), description);
   }
@@ -181,7 +182,7 @@ GroupPtr connect_group(GroupDescription description) {
     auto& backend = made[name];
     if (!backend) {
       // A lone rank talks to nobody, whatever the backend: no sockets, no communicator.
-      backend = make_backend(description.size == 1 ? "threads" : name,
+      backend = make_backend(is_alone ? "threads" : name,
                              {.store = c10::make_intrusive<c10d::PrefixStore>(name, description.store),
                               .rank = description.rank,
                               .size = description.size,
@@ -192,7 +193,6 @@ GroupPtr connect_group(GroupDescription description) {
     }
     backends.emplace_back(device, backend);
   }
-  const bool is_alone = description.size == 1;
   auto group = wrap_backends(backends, std::move(description));
   if (is_alone) return group;
   for (const auto& [device, name] : specs) {

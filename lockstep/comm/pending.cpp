@@ -237,12 +237,15 @@ void check_well_formed(const Call& call, const detail::GroupState& state) {
   TORCH_CHECK(!problem, "[lockstep/comm] ", state.who(), ": ", name_of(call.kind), ": ", *problem);
 }
 
-/// In place with nobody else: the result is there already, up to its factor.
+/// With nobody else a result is what was given, up to its factor.
 void run_alone(const Call& call) {
-  if (!is_reduction(call.kind) || call.op != ReduceOp::PREMUL_SUM) return;
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  for (const auto& tensor : call.inputs) tensor.mul_(call.factor);
+  for (std::size_t i = 0; i < call.outputs.size(); ++i) {
+    call.outputs[i].copy_(call.inputs[i].reshape(call.outputs[i].sizes()));
+  }
+  if (!is_reduction(call.kind) || call.op != ReduceOp::PREMUL_SUM) return;
+  for (const auto& tensor : call.results()) tensor.mul_(call.factor);
 }
 
 /// libtorch's backends send and fill memory as it lies; gloo does not even ask whether it is in one piece. Exchanges
@@ -279,15 +282,10 @@ Pending run_on_backend(Call call, const GroupPtr& group) {
   detail::check_usable(state);
   auto pending = std::make_shared<Pending::State>(group, state);
   pending->sequence = state.next_sequence++;
-  if (state.is_alone && call.outputs.empty()) {
+  if (state.is_alone) {
     run_alone(call);
     pending->call = std::move(call);
     return Pending(std::move(pending));
-  }
-  if (state.is_alone && is_reduction(call.kind) && call.op == ReduceOp::PREMUL_SUM) {
-    const at::NoGradGuard no_grad;
-    for (auto& input : call.inputs) input = input.mul(call.factor);
-    call.op = ReduceOp::SUM;
   }
   const bool is_barrier = call.kind == CallKind::kBarrier;
   const auto device = is_barrier ? c10::Device(c10::kCPU) : call.subjects().at(0).device();

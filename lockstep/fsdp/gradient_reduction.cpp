@@ -224,6 +224,10 @@ void GradientReduction::launch(const ReductionSettings& settings) {
     fill(inputs.back(), members_[index], 1 / before, settings.counts);
     offset = next;
   }
+  if (ranks == 1 && !outputs.empty()) {  // in one piece, as it lies
+    inputs = {reduction.input};
+    outputs = {reduction.output};
+  }
   const LabelScope label(label_);
   if (!outputs.empty()) reduction.pending = comm_->run(outputs, inputs, group_);
   for (const auto index : reduction.members) {

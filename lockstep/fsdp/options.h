@@ -113,6 +113,11 @@ struct FullyShardOptions {
   /// At most one unit is gathered ahead; otherwise all that the order of the last pass has behind this one.
   bool limit_all_gathers = true;
 
+  /// Ranks of one host read each other's parameters where they are, over backend shm: gathers copy next to nothing, and
+  /// backward waits for none. Costs as much memory as the shards once more, in the dtype of the gather, and spares that
+  /// of whole parameters.
+  bool share_on_host = true;
+
   /// Gathers and reduces also where one rank holds all: for tests and measurements.
   bool force_sharding = false;
 };

@@ -76,7 +76,8 @@ ParameterGroup::ParameterGroup(const std::vector<WholeParameter>& parameters, co
       group_(sharding_group(mesh)),
       is_divided_(group_->getSize() > 1 || options.force_sharding),
       device_(parameters.empty() ? at::Device(at::kCPU) : parameters.front().tensor.device()),
-      gradients_(members_, group_, replicating_group(mesh), options) {
+      gradients_(members_, group_, replicating_group(mesh), options),
+      may_share_(options.share_on_host) {
   if (parameters.empty()) return;
   const at::NoGradGuard no_grad;
   const int64_t ranks = group_->getSize();
@@ -138,12 +139,30 @@ void ParameterGroup::set_unit_name(const std::string& name) {
   gradients_.set_unit_name(name);
 }
 
+void ParameterGroup::set_all_gather(std::shared_ptr<AllGatherComm> comm) {
+  comm_ = std::move(comm);
+  may_share_ = false;
+  share_.reset();
+}
+
+void ParameterGroup::set_group_between(GroupPtr group) {
+  between_ = std::move(group);
+  if (!between_) return;
+  may_share_ = false;
+  share_.reset();
+}
+
 /// Makes room for all shards. Their values are not moved.
 void ParameterGroup::rebuild(const at::TensorOptions& options) {
+  const auto dtype = gathered_dtype(c10::typeMetaToScalarType(options.dtype()));
   int64_t elements = 0;
-  for (auto& member : members_) {
-    member.offset = elements;
-    elements += aligned(member.cut.padded());
+  // Those that are mapped come first, so that all of them begin at a page.
+  for (const bool wants_mapped : {true, false}) {
+    for (auto& member : members_) {
+      if (HostShare::is_mapped(member, dtype) != wants_mapped) continue;
+      member.offset = elements;
+      elements += aligned(member.cut.padded());
+    }
   }
   if (options_.offload_policy && !device_.is_cpu()) {
     const auto host = options.device(at::kCPU).pinned_memory(options_.offload_policy->pin_memory);
@@ -152,6 +171,8 @@ void ParameterGroup::rebuild(const at::TensorOptions& options) {
     shards_ = allocate_buffer(elements, options, group_);
     shards_.zero_();
   }
+  const bool shares = may_share_ && is_divided_ && device_.is_cpu();
+  share_ = shares ? HostShare::make(members_, elements, dtype, group_) : nullptr;
   // Before views are made of it, which inherit the mark.
   watched_.reset();
   watched_.emplace(shards_, watch_);
@@ -223,7 +244,22 @@ at::Tensor ParameterGroup::gather_source() const {
   return source;
 }
 
-void ParameterGroup::launch_gather(bool is_backward) {
+bool ParameterGroup::launch_on_host(bool for_backward) {
+  is_from_host_ = false;
+  if (!share_) return false;
+  if (!for_backward || !share_->is_shown()) {
+    const LabelScope label(gather_label_);
+    auto pending = share_->launch(gather_source());
+    if (!pending) share_.reset();
+    if (!pending) return false;
+    gather_ = std::move(*pending);
+  }
+  is_from_host_ = true;
+  is_in_order_ = false;
+  return true;
+}
+
+void ParameterGroup::launch_gather(bool for_backward) {
   if (members_.empty()) return;
   // Shards that are taken back during an evaluation are trained later.
   const c10::InferenceMode none(false);
@@ -232,8 +268,9 @@ void ParameterGroup::launch_gather(bool is_backward) {
   take_back_shards();
   watch_->clear();
   follow_requires_grad();
-  if (is_backward && !kept_.empty()) return launch_gather_between();
+  if (for_backward && !kept_.empty()) return launch_gather_between();
   kept_.clear();
+  if (launch_on_host(for_backward)) return;
   const int64_t ranks = group_->getSize();
   const auto source = gather_source();
   at::Tensor room = source;
@@ -248,11 +285,15 @@ void ParameterGroup::launch_gather(bool is_backward) {
   gathered_.clear();
   for (auto& member : members_) {
     const auto length = ranks * member.cut.padded();
-    gathered_.push_back(part_of(room, {offset, offset + length}));
-    offset += aligned(length);
-    if (length == 0) continue;
+    const auto begin = ranks == 1 ? member.offset : std::exchange(offset, offset + aligned(length));
+    gathered_.push_back(part_of(room, {begin, begin + length}));
+    if (length == 0 || ranks == 1) continue;
     inputs.push_back(part_of(source, {member.offset, member.offset + member.cut.padded()}));
     outputs.push_back(gathered_.back());
+  }
+  if (ranks == 1) {  // in one piece, as it lies
+    inputs = {source};
+    outputs = {room};
   }
   is_in_order_ = false;
   const LabelScope label(gather_label_);
@@ -286,6 +327,7 @@ void ParameterGroup::finish_gather() {
   const NotIntercepted below;
   std::exchange(gather_, {}).wait();
   kept_.clear();
+  if (std::exchange(is_from_host_, false)) gathered_ = share_->gathered();
   for (std::size_t i = 0; i < members_.size(); ++i) {
     auto& member = members_[i];
     auto& whole = gathered_[i];
@@ -355,11 +397,13 @@ void ParameterGroup::take_frozen_handles(Member& member) const {
 }
 
 int64_t ParameterGroup::shard_bytes() const {
-  return members_.empty() ? 0 : static_cast<int64_t>(shards_.nbytes());
+  if (members_.empty()) return 0;
+  return static_cast<int64_t>(shards_.nbytes()) + (share_ ? share_->shown_bytes() : 0);
 }
 
 int64_t ParameterGroup::whole_bytes() const {
   if (members_.empty() || !is_divided_) return 0;
+  if (share_) return share_->copied_bytes();
   int64_t elements = 0;
   for (const auto& member : members_) elements += aligned(group_->getSize() * member.cut.padded());
   return elements * static_cast<int64_t>(c10::elementSize(gathered_dtype(shards_.scalar_type())));

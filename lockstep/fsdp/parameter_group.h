@@ -4,6 +4,8 @@
 // For collectives every rank's part of a parameter is as long as the first one's. The parts lie in one flat buffer that
 // the group's backend reaches without a copy, and a gather puts them straight into the whole parameters, one behind the
 // other, so nothing is copied out; only what is not cut along its first dim is put in order afterwards.
+//
+// On one host next to nothing is copied: see host_share.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,6 +18,7 @@
 #include "lockstep/comm/call_label.h"
 #include "lockstep/comm/pending.h"
 #include "lockstep/fsdp/gradient_reduction.h"
+#include "lockstep/fsdp/host_share.h"
 #include "lockstep/fsdp/member.h"
 #include "lockstep/fsdp/options.h"
 #include "lockstep/fsdp/shard_watch.h"
@@ -39,12 +42,12 @@ class ParameterGroup {
   GradientReduction& gradients() { return gradients_; }
   /// In errors and events.
   void set_unit_name(const std::string& name);
-  void set_all_gather(std::shared_ptr<AllGatherComm> comm) { comm_ = std::move(comm); }
+  void set_all_gather(std::shared_ptr<AllGatherComm> comm);
   /// Between forward and backward, each of these ranks keeps an equal part of every whole parameter.
-  void set_group_between(GroupPtr group) { between_ = std::move(group); }
+  void set_group_between(GroupPtr group);
 
-  // Gathering. All ranks do the same.
-  void launch_gather(bool is_backward);
+  // Gathering. All ranks do the same. `for_backward`: of a forward since which the shards have not changed.
+  void launch_gather(bool for_backward);
   /// After launch_gather().
   void finish_gather();
   void free();
@@ -71,6 +74,8 @@ class ParameterGroup {
   /// The shards as they are gathered: in the compute dtype, on the compute device.
   at::Tensor gather_source() const;
   void launch_gather_between();
+  /// False if ranks do not share a host.
+  bool launch_on_host(bool for_backward);
   at::ScalarType gathered_dtype(at::ScalarType dtype) const;
 
   const FullyShardOptions options_;
@@ -93,6 +98,9 @@ class ParameterGroup {
   bool is_in_order_ = true;           // what gathered_ holds
   GroupPtr between_;                  // null: all parts are freed
   std::vector<at::Tensor> kept_;      // by member; from forward to backward
+  std::unique_ptr<HostShare> share_;  // null: gathers are copies
+  bool may_share_;
+  bool is_from_host_ = false;  // what is being gathered
 };
 
 }  // namespace lockstep::detail

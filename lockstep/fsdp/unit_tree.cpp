@@ -272,7 +272,7 @@ void UnitTree::make_whole(Unit& unit) {
 void UnitTree::launch_gather(Unit& unit) {
   if (unit.is_summoned_) return;
   if (!is_order_known_ && is_debugging()) check_order(unit);
-  for (const auto& group : unit.groups_) group->launch_gather(pass_ == Pass::kBackward);
+  for (const auto& group : unit.groups_) group->launch_gather(pass_ == Pass::kBackward && unit.is_used_);
   unit.memory_ = Unit::Memory::kGathering;
 }
 

@@ -93,6 +93,7 @@ class Collectives::Exchange {
 
   void run_staged(std::uint32_t first, std::size_t chunks, bool is_first_written);
   void run_shares(std::uint32_t first, std::size_t chunks, bool is_first_written);
+  void copy_own_part();
   void run_exposed();
   void reduce_exposed_share();
   void read_exposed();
@@ -224,6 +225,8 @@ void Collectives::Exchange::run_staged(std::uint32_t first, std::size_t chunks, 
   const auto last = first + static_cast<std::uint32_t>(chunks);
   // Who gets nothing reads nothing: nobody shall wait for it before writing.
   if (!gets_) post(mine_.finished, last);
+  // Once all have come: until then somebody may read what is written here.
+  copy_own_part();
   if (!is_first_written && gives_) publish(first, 0);
   for (std::size_t chunk = 0; chunk < chunks; ++chunk) {
     const auto step = first + static_cast<std::uint32_t>(chunk);
@@ -236,17 +239,20 @@ void Collectives::Exchange::run_staged(std::uint32_t first, std::size_t chunks, 
     post(mine_.finished, step + 1);
   }
   if (!gives_) post(mine_.ready, last);  // keeps step with the others
-  // My own part of a gather or scatter never needed a slot.
-  if (gets_ && gives_ && !shape_.reduces && shape_.has_sizes) {
-    const auto from = given_to(request_, shape_, me_, ranks_);
-    const auto to = received_from(request_, shape_, me_, ranks_);
-    std::size_t offset = 0;
-    for (const auto& span : from) {
-      for_each_piece(to, offset, offset + span.bytes, [&](std::byte* at, std::size_t bytes, std::size_t where) {
-        copy_bytes(at, span.at + (where - offset), bytes);
-      });
-      offset += span.bytes;
-    }
+  if (request_.ends_together) wait_for_all(&Lane::finished, last);
+}
+
+/// My own part of a gather or scatter never needs a slot.
+void Collectives::Exchange::copy_own_part() {
+  if (!gets_ || !gives_ || shape_.reduces || !shape_.has_sizes) return;
+  const auto from = given_to(request_, shape_, me_, ranks_);
+  const auto to = received_from(request_, shape_, me_, ranks_);
+  std::size_t offset = 0;
+  for (const auto& span : from) {
+    for_each_piece(to, offset, offset + span.bytes, [&](std::byte* at, std::size_t bytes, std::size_t where) {
+      copy_bytes(at, span.at + (where - offset), bytes);
+    });
+    offset += span.bytes;
   }
 }
 

@@ -62,6 +62,8 @@ struct Request {
   const char* label = nullptr;
   int label_index = -1;  // negative: not shown
   bool is_label_compared = false;
+  /// Nobody's call ends before all ranks have what they get.
+  bool ends_together = false;
   /// All streams one after the other, each of the same number of spans.
   Stream gives = {};
   Stream gets = {};

@@ -16,7 +16,7 @@ using reduction_model::model_of;
 using shm_promises::shared_copy;
 
 inline const shm::Team& team_of(const GroupPtr& group) {
-  return dynamic_cast<const detail::ShmBackend&>(*group->getBackend(at::kCPU)).team();
+  return *dynamic_cast<const detail::ShmBackend&>(*group->getBackend(at::kCPU)).team();
 }
 
 /// Steps of this rank's ring that `call` takes: one if all who give are read in place, as the header needs one too.

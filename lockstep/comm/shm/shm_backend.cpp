@@ -99,6 +99,7 @@ void ShmWork::perform(bool is_background) {
                        .label = call_.label.text,
                        .label_index = call_.label.index,
                        .is_label_compared = call_.label.is_compared,
+                       .ends_together = call_.ends_together,
                        .gives = spans.gives(),
                        .gets = spans.gets(),
                        .timeout = call_.timeout};

@@ -33,8 +33,8 @@ class ShmBackend final : public CallBackend {
   void shutdown() override;
   /// False in a process forked off this rank's.
   bool is_at_home() const;
-  /// For tests: what the ranks show each other.
-  const shm::Team& team() const { return *team_; }
+  /// What the ranks show each other.
+  const std::shared_ptr<shm::Team>& team() const { return team_; }
 
  protected:
   WorkPtr submit(Call&& call) override;

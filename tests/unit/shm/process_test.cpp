@@ -13,7 +13,7 @@
 #include "lockstep/shm/team.h"
 
 namespace lockstep::shm {
-namespace {
+namespace process_test {
 
 constexpr std::size_t kMiB = std::size_t{1} << 20;
 
@@ -123,5 +123,5 @@ TEST(PeerProcess, SeesThePoolAndTheEnd) {
   EXPECT_TRUE(peer->is_gone());
 }
 
-}  // namespace
+}  // namespace process_test
 }  // namespace lockstep::shm
