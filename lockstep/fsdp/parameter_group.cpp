@@ -8,9 +8,12 @@
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
+#include <list>
+#include <mutex>
 #include <utility>
 
 #include "lockstep/base/str.h"
+#include "lockstep/intercept/key.h"
 #include "lockstep/intercept/operator_scope.h"
 #include "lockstep/shard/buffer.h"
 #include "lockstep/shard/flat.h"
@@ -48,6 +51,22 @@ std::string freed_message(const std::string& name) {
 /// Parts of the ranks, one behind the other, as the whole tensor.
 at::Tensor in_order(const at::Tensor& parts, const Cut& cut) {
   return parts.view({cut.ranks(), cut.before(), -1}).transpose(0, 1).contiguous().view({-1});
+}
+
+/// A shard outlives its group if a module keeps it and drops what it computed with, as recurrent layers do in to().
+void watch_orphan(const at::Tensor& shard, const std::shared_ptr<ShardWatch>& watch) {
+  struct Orphan {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    OwnedStorage owned;
+  };
+  static auto* orphans = new std::list<Orphan>;  // shards may outlive what is destroyed at exit
+  static auto* mutex = new std::mutex;           // guards orphans
+  const std::lock_guard lock(*mutex);
+  std::erase_if(*orphans, [](const Orphan& each) { return each.storage.expired(); });
+  mark_intercepted(shard);
+  if (storage_owner_of(shard)) return;
+  auto storage = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(shard.storage().unsafeGetStorageImpl());
+  orphans->push_back({c10::weak_intrusive_ptr<c10::StorageImpl>(storage), OwnedStorage(shard, watch)});
 }
 
 /// What a parameter has from before; undefined if there is none that can be cut.
@@ -130,8 +149,16 @@ ParameterGroup::ParameterGroup(const std::vector<WholeParameter>& parameters, co
       members_[i].shard.mutable_grad() = part.clone();
     }
     values[i].reset();
+    watch_->add_name(members_[i].shard, members_[i].name);
   }
   watch_->clear();
+}
+
+ParameterGroup::~ParameterGroup() {
+  watched_.reset();
+  for (const auto& member : members_) {
+    if (member.shard.use_count() > 1) watch_orphan(member.shard, watch_);
+  }
 }
 
 void ParameterGroup::set_unit_name(const std::string& name) {

@@ -32,6 +32,7 @@ class ParameterGroup {
   /// from then on. Local.
   ParameterGroup(const std::vector<WholeParameter>& parameters, const DeviceMesh& mesh,
                  const FullyShardOptions& options, const std::shared_ptr<StorageOwner>& owner);
+  ~ParameterGroup();
   ParameterGroup(const ParameterGroup&) = delete;
   ParameterGroup& operator=(const ParameterGroup&) = delete;
 

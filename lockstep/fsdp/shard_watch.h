@@ -8,6 +8,8 @@
 #include <atomic>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "lockstep/intercept/operator_call.h"
 #include "lockstep/intercept/storage_owner.h"
@@ -18,6 +20,7 @@ class ShardWatch final : public StorageOwner {
  public:
   void before_operator(OperatorCall& call, c10::ArrayRef<TouchedTensor> touched) override {
     for (const auto& each : touched) {
+      check_recurrent(call.name(), each.tensor);
       if (each.is_written) {
         written_ = each.tensor.storage_offset();
       } else if (at::GradMode::is_enabled() && each.tensor.requires_grad() && is_computation(call.name())) {
@@ -35,8 +38,21 @@ class ShardWatch final : public StorageOwner {
     return at < 0 ? std::nullopt : std::optional(at);
   }
   void clear() { written_ = -1; }
+  /// For errors. Before operators come.
+  void add_name(const at::Tensor& shard, const std::string& name) {
+    names_.emplace_back(shard.unsafeGetTensorImpl(), name);
+  }
 
  private:
+  void check_recurrent(const std::string& name, const at::Tensor& shard) const {
+    if (name != "aten::lstm" && name != "aten::gru" && name != "aten::rnn_tanh" && name != "aten::rnn_relu") return;
+    for (const auto& [impl, parameter] : names_) {
+      TORCH_CHECK(impl != shard.unsafeGetTensorImpl(), "[lockstep/fsdp] ", name, " gets the shard of parameter '",
+                  parameter, "': to() of a recurrent layer takes its weights from parameters(), where shards are. ",
+                  "Call to() before fully_shard(), or give a mp_policy.");
+    }
+  }
+
   /// Copies, casts and exchanges are what to(), save() and averages of parameters do.
   static bool is_computation(const std::string& name) {
     return name != "aten::detach" && name != "aten::clone" && name != "aten::to" && name != "aten::_to_copy" &&
@@ -44,6 +60,7 @@ class ShardWatch final : public StorageOwner {
   }
 
   std::atomic<int64_t> written_ = -1;
+  std::vector<std::pair<const c10::TensorImpl*, std::string>> names_;
 };
 
 /// Notices that the program zeroes a gradient, which one that is zero and added to does not show.
