@@ -75,8 +75,8 @@ class FsdpUnit {
   /// Without it, on a mesh of two axes, gradients are reduced among the ranks that shard and kept; the first backward
   /// with it adds them up over replicas.
   void set_requires_all_reduce(bool requires_all_reduce, bool recurse = true);
-  /// False: the next backwards leave their reductions on their way, and shards without gradients, until the one that is
-  /// the last. Root only.
+  /// False: the next backwards leave their reductions on their way, and shards with the gradients they have, or zeros,
+  /// until the one that is the last. Zeroing gradients drops them. Root only.
   void set_is_last_backward(bool is_last_backward);
   void set_reshard_after_forward(bool reshard_after_forward, bool recurse = true);
   void set_reshard_after_backward(bool reshard_after_backward, bool recurse = true);

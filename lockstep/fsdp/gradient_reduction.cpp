@@ -14,6 +14,8 @@
 
 #include "lockstep/base/str.h"
 #include "lockstep/comm/collectives.h"
+#include "lockstep/fsdp/refused_gradient.h"
+#include "lockstep/intercept/part_mark.h"
 #include "lockstep/nn/gradient_copy.h"
 #include "lockstep/shard/flat.h"
 
@@ -30,7 +32,9 @@ double factor_before_half(double divisor) {
 
 at::Tensor grad_of(const WholeHandle& handle) {
   const auto tensor = handle.tensor();
-  return tensor.defined() ? tensor.grad() : at::Tensor();
+  if (!tensor.defined()) return {};
+  const auto& grad = tensor.grad();
+  return grad.is_same(handle.refused_grad) && is_refused(grad) ? at::Tensor() : grad;
 }
 
 void drop_grad(WholeHandle& handle) {
@@ -101,7 +105,36 @@ void GradientReduction::forget_zeroed() {
     if (!is_zeroed(i)) continue;
     for (auto& handle : members_[i].handles) handle.kept_grad.reset();
     if (!partials_.empty()) partials_[i].reset();
+    for (auto* list : {&scattering_, &replicating_, &reduced_}) {
+      for (auto& reduction : *list) {
+        const auto found = std::find(reduction.members.begin(), reduction.members.end(), i);
+        reduction.is_zeroed.resize(reduction.members.size());
+        if (found != reduction.members.end()) reduction.is_zeroed[found - reduction.members.begin()] = true;
+      }
+    }
     witnesses_[i] = {};
+  }
+}
+
+void GradientReduction::refuse_whole() {
+  for (auto& member : members_) {
+    for (auto& handle : member.handles) {
+      const auto tensor = handle.tensor();
+      if (!tensor.defined() || !tensor.requires_grad() || tensor.grad().defined()) continue;
+      auto& refused = handle.refused_grad;
+      const bool fits = refused.defined() && is_refused(refused) && refused.scalar_type() == tensor.scalar_type() &&
+                        refused.device() == tensor.device();
+      if (!fits) refused = make_refused_gradient(tensor, str(who(), ": parameter '", handle.name, "'"));
+      tensor.mutable_grad() = refused;
+    }
+  }
+}
+
+void GradientReduction::accept_whole() {
+  for (auto& member : members_) {
+    for (auto& handle : member.handles) {
+      if (!grad_of(handle).defined()) drop_grad(handle);
+    }
   }
 }
 
@@ -242,9 +275,11 @@ void GradientReduction::launch(const ReductionSettings& settings) {
 void GradientReduction::add_partials(const Reduction& reduction) {
   partials_.resize(members_.size());
   int64_t offset = 0;
-  for (const auto index : reduction.members) {
+  for (std::size_t i = 0; i < reduction.members.size(); ++i) {
+    const auto index = reduction.members[i];
     const auto sum = part_of(reduction.output, {offset, offset + members_[index].cut.padded()});
     offset += sum.numel();
+    if (reduction.is_dropped(i)) continue;
     if (partials_[index].defined()) sum.add_(std::exchange(partials_[index], {}));
     if (reduction.settings.sums_replicas) continue;
     partials_[index] = sum;
@@ -277,12 +312,28 @@ void GradientReduction::finish_replicas() {
   }
 }
 
+void GradientReduction::leave_launched() {
+  forget_zeroed();
+  for (const auto* list : {&scattering_, &replicating_, &reduced_}) {
+    for (const auto& reduction : *list) {
+      for (std::size_t i = 0; i < reduction.members.size(); ++i) {
+        if (!reduction.is_dropped(i)) witness(reduction.members[i]);
+      }
+    }
+  }
+}
+
 void GradientReduction::hand_out() {
   const at::NoGradGuard no_grad;
+  forget_zeroed();
   for (auto& reduction : std::exchange(reduced_, {})) {
     int64_t offset = 0;
-    for (const auto index : reduction.members) {
+    for (std::size_t i = 0; i < reduction.members.size(); ++i) {
+      const auto index = reduction.members[i];
       const auto& member = members_[index];
+      const auto flat = part_of(reduction.output, {offset, offset + member.cut.padded()});
+      offset += member.cut.padded();
+      if (reduction.is_dropped(i)) continue;
       // A penalty on the shard itself may have added to our zeros.
       const auto& grad = member.shard.grad();
       const bool is_untouched = !witnesses_.empty() && witnesses_[index].is_stand_in && grad.defined() &&
@@ -290,8 +341,7 @@ void GradientReduction::hand_out() {
                                 grad._version() == witnesses_[index].version;
       if (is_untouched) member.shard.mutable_grad().reset();
       if (!witnesses_.empty()) witnesses_[index] = {};
-      hand_out(member, part_of(reduction.output, {offset, offset + member.cut.padded()}));
-      offset += member.cut.padded();
+      hand_out(member, flat);
     }
   }
 }
@@ -317,6 +367,7 @@ void GradientReduction::hand_out(const Member& member, const at::Tensor& flat) {
   } else {
     grad = part;
   }
+  if (group_->getSize() > 1) mark_part(grad);
   if (const auto& after = torch::autograd::impl::post_acc_grad_hooks(shard)) (*after)(shard);
 }
 

@@ -47,6 +47,9 @@ class GradientReduction {
   /// What was set aside is dropped if the program has zeroed the shards' gradients since.
   void forget_zeroed();
   bool has_kept() const;
+  /// Between steps whole parameters have gradients that throw by name, so that nobody takes them for those of a step.
+  void refuse_whole();
+  void accept_whole();
   /// Takes the gradients and starts their sum over the ranks. All ranks have gradients of the same parameters, unless
   /// zeros are sent. Throws before anything is sent.
   void launch(const ReductionSettings& settings);
@@ -56,6 +59,8 @@ class GradientReduction {
   void finish_replicas();
   /// Puts what was reduced into the shards' .grad, or adds it to what is there, and runs the shards' hooks.
   void hand_out();
+  /// Lets what was launched wait for a later backward, unless the program zeroes gradients before that.
+  void leave_launched();
   /// Waits for gradients on their way to the host.
   void finish_copies();
   /// Forgets what was launched, kept, and is in the whole parameters' .grad.
@@ -69,8 +74,11 @@ class GradientReduction {
     at::Tensor input;
     at::Tensor output;
     std::vector<std::size_t> members;
+    std::vector<bool> is_zeroed = {};  // by place in members; none: the program has zeroed none since
     ReductionSettings settings;
     double scale_after = 1;
+
+    bool is_dropped(std::size_t place) const { return !is_zeroed.empty() && is_zeroed[place]; }
   };
 
   std::vector<std::size_t> members_to_reduce(const ReductionSettings& settings);

@@ -28,7 +28,8 @@ struct WholeHandle {
   std::vector<int64_t> sizes;
   int64_t offset = 0;  // in the member
   FreedStorage memory;
-  at::Tensor kept_grad = {};  // of backwards without a reduction
+  at::Tensor kept_grad = {};     // of backwards without a reduction
+  at::Tensor refused_grad = {};  // what the tensor has between steps
 
   /// Undefined if all handles are gone.
   at::Tensor tensor() const { return memory.tensor(); }

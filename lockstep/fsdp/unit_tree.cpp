@@ -171,6 +171,7 @@ void UnitTree::enter_pass(bool is_recorded) {
                "zero gradients.");
   }
   if (has_thrown) forget_step();
+  if (are_whole_refused_ && (is_recorded || is_in_backward())) accept_whole();
   if (is_in_backward()) return enter_backward();
   if (pass_ != Pass::kNone) return;
   if (listener_ != nullptr && !mirrored_) {
@@ -178,6 +179,13 @@ void UnitTree::enter_pass(bool is_recorded) {
     listener_->on_step(is_recorded);
   }
   pass_ = Pass::kForward;
+}
+
+void UnitTree::accept_whole() {
+  are_whole_refused_ = false;
+  for (const auto& unit : units()) {
+    for (const auto& group : unit->groups_) group->gradients().accept_whole();
+  }
 }
 
 void UnitTree::enter_backward() {
@@ -448,7 +456,15 @@ void UnitTree::end_backward() {
     for (const auto& unit : all) {
       for (const auto& group : unit->groups_) group->gradients().finish_copies();
     }
+  } else {
+    for (const auto& unit : all) {
+      for (const auto& group : unit->groups_) group->gradients().leave_launched();
+    }
   }
+  for (const auto& unit : all) {
+    for (const auto& group : unit->groups_) group->gradients().refuse_whole();
+  }
+  are_whole_refused_ = true;
   for (const auto& unit : all) rest(*unit, frees_after_backward(*unit));
   end_passes();
   note({.kind = StepEvent::Kind::kEndBackward});
@@ -688,6 +704,7 @@ void UnitTree::begin_summon(Unit& unit) {
   TORCH_CHECK(!unit.is_summoned_, unit.who(), ": summon_full_params() inside of another one. One scope is enough.");
   if (unit.memory_ == Unit::Memory::kGathering) make_whole(unit);
   free(unit);
+  for (const auto& group : unit.groups_) group->gradients().accept_whole();
   unit.is_summoned_ = true;
 }
 

@@ -93,6 +93,7 @@ class UnitTree : public std::enable_shared_from_this<UnitTree> {
   /// Tells forward from backward, and ends what a throw has left.
   void enter_pass(bool is_recorded);
   void enter_backward();
+  void accept_whole();
   void touch(Unit& unit, bool is_recorded);
   void gradient_arrived(Unit& unit);
   void add_weights(const Unit& root, double weight, at::Device device);
@@ -128,6 +129,7 @@ class UnitTree : public std::enable_shared_from_this<UnitTree> {
   mutable std::recursive_mutex mutex_;
   std::vector<std::weak_ptr<Unit>> units_;  // by number; the root is the last
   bool is_started_ = false;
+  bool are_whole_refused_ = false;  // gradients of whole parameters
   int64_t backwards_ = 0;
   bool has_comm_hook_ = false;
   Pass pass_ = Pass::kNone;

@@ -637,13 +637,88 @@ TEST(FsdpMixtures, OptimizersThatNeedWholeVectorsAreRefused) {
 }
 
 // libtorch's own function sees this rank's shards only: the norm, and so the step, would differ by rank.
-// To notice it, every operator on a gradient would have to be seen, which costs each step.
-TEST(FsdpMixtures, DISABLED_LibtorchsClippingOfShardsIsNotSilent) {
+TEST(FsdpMixtures, LibtorchsClippingOfShardsIsRefused) {
   testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
+    auto model = net();
+    auto root = sharded(model, {.mesh = mesh_of(world)});
+    loss_of(model, world, 0).backward();
+    std::vector<at::Tensor> before;
+    for (const auto& parameter : model->parameters()) before.push_back(parameter.grad().clone());
+    for (const double order : {2.0, 1.0, std::numeric_limits<double>::infinity()}) {
+      expect_error([&] { torch::nn::utils::clip_grad_norm_(model->parameters(), 0.1, order); },
+                   {"lockstep::clip_grad_norm_", "shard"});
+    }
+    for (std::size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(model->parameters()[i].grad().equal(before[i]));
+    DistributedDataParallel ddp(net(), DdpOptions{.process_group = world.group()});
+    loss_of(ddp, world, 0).backward();
+    for (const double order : {2.0, std::numeric_limits<double>::infinity()}) {
+      EXPECT_NEAR(root.clip_grad_norm_(0.1, order).item<double>(),
+                  torch::nn::utils::clip_grad_norm_(ddp.parameters(), 0.1, order), 1e-6);
+    }
+    // By value every element is on its own.
+    torch::nn::utils::clip_grad_value_(model->parameters(), 1e-3);
+  });
+  testing::run_threads_in_gtest({.world_size = 1}, [](const World& world) {
     auto model = net();
     sharded(model, {.mesh = mesh_of(world)});
     loss_of(model, world, 0).backward();
-    expect_error([&] { torch::nn::utils::clip_grad_norm_(model->parameters(), 0.1); }, {"clip_grad_norm_"});
+    EXPECT_GT(torch::nn::utils::clip_grad_norm_(model->parameters(), 0.1), 0);
+  });
+}
+
+/// Its parameter gets its gradient in backward before any operator touches it.
+struct ShiftedImpl : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& input) { return at::tanh(input) + shift; }
+  at::Tensor shift = register_parameter("shift", at::arange(8, at::kFloat));
+};
+TORCH_MODULE(Shifted);
+
+// FSDP-13
+TEST(FsdpMixtures, OptimizersOfMembersAreToldInTheirFirstStep) {
+  for (const int size : {1, 2}) {
+    testing::run_threads_in_gtest({.world_size = size}, [](const World& world) {
+      for (auto& [what, options] : all_ways(world)) {
+        auto model = built_from_seed([] { return Toy(); });
+        const std::vector<at::Tensor> members{model->head->weight, model->first->up->bias};
+        SGD before(model->parameters(), SGDOptions(0.1));
+        shard_toy(model, options);
+        SGD plain(members, SGDOptions(0.1).momentum(0.9));
+        AdamW adam(members, AdamWOptions(0.1));
+        SGD right(model->parameters(), SGDOptions(0.1));
+        const Trainer trainer{.size = world.world_size(), .rank = world.rank()};
+        for (int step = 0; step < 2; ++step) {
+          toy_loss(model, trainer, step).backward();
+          {
+            const c10::InferenceMode evaluation;
+            toy_loss(model, trainer, 50);
+          }
+          expect_error([&] { plain.step(); }, {"'head.weight'", "parameters()"});
+          expect_error([&] { adam.step(); }, {"'head.weight'", "parameters()"});
+          expect_error([&] { before.step(); }, {"'", "parameters()"});
+          expect_error([&] { plain.zero_grad(/*set_to_none=*/false); }, {"'head.weight'"});
+          right.step();
+          right.zero_grad();
+        }
+      }
+    });
+  }
+}
+
+// FSDP-39
+TEST(FsdpMixtures, GradientsArriveBeforeAnyOperatorTouchesTheirParameter) {
+  testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
+    for (auto& [what, options] : all_ways(world)) {
+      compare(
+          world, what, options, [] { return Shifted(); },
+          [](Shifted& model, const FullyShardOptions& options) { return fully_shard(model, options); },
+          [](Shifted& model, Trainer& trainer) {
+            steps(model, 3, [&](int step) {
+              const auto loss = trainer.mean([&](int rank) { return model->forward(rows(rank, step)).pow(2).mean(); });
+              loss.backward({}, /*retain_graph=*/true);
+              loss.backward();
+            });
+          });
+    }
   });
 }
 
@@ -832,16 +907,29 @@ TEST(FsdpMixtures, WeightedBackwardsThatWereZeroedBlockNothing) {
   });
 }
 
-// Reductions that wait for the last backward are handed out though the program zeroed gradients meanwhile: shards have
-// none then that could tell.
-TEST(FsdpMixtures, DISABLED_ZeroingDropsReductionsThatWait) {
+// FSDP-64
+TEST(FsdpMixtures, ZeroingDropsReductionsThatWait) {
   compare_toys([](Toy& model, Trainer& trainer) {
-    if (trainer.root) trainer.root->set_is_last_backward(false);
-    toy_loss(model, trainer, 0).backward();
-    model->zero_grad();
-    if (trainer.root) trainer.root->set_is_last_backward(true);
-    toy_loss(model, trainer, 1).backward();
-    SGD(model->parameters(), SGDOptions(0.1)).step();
+    const auto is_last = [&](bool last) {
+      if (trainer.root) trainer.root->set_is_last_backward(last);
+    };
+    // Of all parameters, and of some that the last backward does not use.
+    for (const bool is_whole : {true, false}) {
+      for (const bool sets_to_none : {true, false}) {
+        is_last(false);
+        toy_loss(model, trainer, 0).backward();
+        model->zero_grad(sets_to_none);
+        const auto head = [&](int step) {
+          return trainer.mean([&](int rank) { return model->head->forward(rows(rank, step)).pow(2).mean(); });
+        };
+        head(2).backward();
+        head(3).backward();
+        is_last(true);
+        (is_whole ? toy_loss(model, trainer, 1) : head(1)).backward();
+        SGD(model->parameters(), SGDOptions(0.1)).step();
+        model->zero_grad();
+      }
+    }
   });
 }
 
@@ -937,14 +1025,28 @@ TEST(FsdpMixtures, RecurrentLayersTrainAndAreCast) {
   }
 }
 
-// LSTM::to() takes its weights from the register, which holds shards, and drops those it computed with: it ends in an
-// error of sizes that does not say so. Nothing is told of it: the unit goes with its handles.
-TEST(FsdpMixtures, DISABLED_RecurrentLayersThatWereCastAreToldWhyTheyDoNotRun) {
+// LSTM::to() takes its weights from the register, which holds shards, and drops those it computed with.
+TEST(FsdpMixtures, RecurrentLayersThatWereCastAreToldWhyTheyDoNotRun) {
   testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
-    auto model = built_from_seed([] { return torch::nn::LSTM(torch::nn::LSTMOptions(8, 4).batch_first(true)); });
-    fully_shard(model, {.mesh = mesh_of(world)});
-    model->to(at::kDouble);
-    expect_error([&] { model->forward(rows(0, 0).unsqueeze(0).to(at::kDouble)); }, {"to()", "before fully_shard()"});
+    struct ReaderImpl : torch::nn::Module {
+      ReaderImpl() : torch::nn::Module("Reader") {}
+      at::Tensor forward(const at::Tensor& input) { return std::get<0>(gru->forward(norm->forward(input))); }
+      torch::nn::LayerNorm norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({8})));
+      torch::nn::GRU gru = register_module("gru", torch::nn::GRU(torch::nn::GRUOptions(8, 4).batch_first(true)));
+    };
+    const auto input = [&](at::ScalarType dtype) { return rows(0, 0).unsqueeze(0).to(dtype); };
+    for (const auto dtype : {at::kDouble, at::kFloat}) {
+      auto model = built_from_seed([] { return torch::nn::LSTM(torch::nn::LSTMOptions(8, 4).batch_first(true)); });
+      fully_shard(model, {.mesh = mesh_of(world)});
+      model->forward(input(at::kFloat));
+      model->to(dtype);
+      expect_error([&] { model->forward(input(dtype)); }, {"'weight_ih_l0'", "to()", "before fully_shard()"});
+      // Not alone in its unit.
+      auto reader = built_from_seed([] { return std::make_shared<ReaderImpl>(); });
+      fully_shard(*reader, {.mesh = mesh_of(world)});
+      reader->to(dtype);
+      expect_error([&] { reader->forward(input(dtype)); }, {"'gru.weight_ih_l0'", "before fully_shard()"});
+    }
   });
 }
 
