@@ -51,7 +51,9 @@ at::Tensor GradScaler::scale_on(c10::Device device) {
 }
 
 at::Tensor GradScaler::scale(const at::Tensor& output) {
-  return options_.enabled ? output.mul(scale_on(output.device())) : output;
+  if (!options_.enabled) return output;
+  const auto scaled = output.mul(scale_on(output.device()));
+  return keeps_dtype_ ? scaled.to(output.scalar_type()) : scaled;
 }
 
 std::vector<at::Tensor> GradScaler::scale(const std::vector<at::Tensor>& outputs) {

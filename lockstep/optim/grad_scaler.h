@@ -18,6 +18,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "lockstep/optim/sharded_gradients.h"
@@ -85,6 +86,9 @@ class GradScaler {
   /// Does nothing if disabled. Throws if an entry is missing, having changed nothing.
   void load_state_dict(const std::map<std::string, double>& state);
 
+ protected:
+  bool keeps_dtype_ = false;  // of what is scaled
+
  private:
   enum class Stage { kReady, kUnscaled, kStepped };
   struct OptimizerState {
@@ -111,8 +115,12 @@ class GradScaler {
   std::unordered_map<const torch::optim::Optimizer*, OptimizerState> optimizers_;
 };
 
-/// Python's name for one that works with sharded parameters, as this one does: it learns from their layouts with whom
-/// to agree.
-using ShardedGradScaler = GradScaler;
+/// Python's name for one that works with sharded parameters, as any does here: it learns from their layouts with whom
+/// to agree. As in Python, what it scales keeps its dtype: a loss in half precision is not promoted.
+class ShardedGradScaler : public GradScaler {
+ public:
+  explicit ShardedGradScaler(GradScalerOptions options = {}) : GradScaler(std::move(options)) { keeps_dtype_ = true; }
+  explicit ShardedGradScaler(std::initializer_list<detail::NoOption> /*none*/) : ShardedGradScaler() {}
+};
 
 }  // namespace lockstep

@@ -250,6 +250,38 @@ TEST(Summon, AppliesAFunctionToWholeParameters) {
   });
 }
 
+// FSDP-72
+TEST(Scaler, KeepsTheDtypeOfWhatItScales) {
+  on_ranks(2, [](const World& world) {
+    ShardedGradScaler scaler({.device = at::kCPU});
+    EXPECT_EQ(scaler.get_scale(), 65536);
+    EXPECT_EQ(scaler.get_growth_factor(), 2);
+    EXPECT_EQ(scaler.get_backoff_factor(), 0.5);
+    EXPECT_EQ(scaler.get_growth_interval(), 2000);
+    const auto loss = at::full({}, 2, at::kBFloat16);
+    EXPECT_EQ(scaler.scale(loss).scalar_type(), at::kBFloat16);
+    EXPECT_EQ(scaler.scale(std::vector{loss, at::ones({})})[0].scalar_type(), at::kBFloat16);
+    EXPECT_EQ(scaler.scale(loss).item<double>(), 131072);
+    // As of Python's ordinary one, promoted.
+    EXPECT_EQ(GradScaler({.device = at::kCPU}).scale(loss).scalar_type(), at::kFloat);
+    ShardedGradScaler off({.device = at::kCPU, .enabled = false});
+    EXPECT_TRUE(off.scale(loss).is_same(loss));
+
+    // A rank without gradients joins, and does as the others do.
+    auto model = net();
+    sharded(model, {.mesh = mesh_of(world)});
+    torch::optim::SGD optimizer(unique_parameters(*model), torch::optim::SGDOptions(0.1));
+    scaler.scale(loss_of(model, 0)).backward();
+    if (world.rank() == 1) optimizer.zero_grad();
+    if (world.rank() == 0) model->parameters()[0].grad().fill_(std::numeric_limits<float>::infinity());
+    const auto before = model->parameters()[1].detach().clone();
+    scaler.step(optimizer);
+    scaler.update();
+    EXPECT_TRUE(model->parameters()[1].detach().equal(before));
+    EXPECT_EQ(scaler.get_scale(), 32768);
+  });
+}
+
 // FSDP-73
 TEST(Scaler, SaysHowItWasMisused) {
   on_ranks(2, [](const World& world) {
