@@ -12,12 +12,15 @@
 #include <vector>
 
 #include "lockstep/intercept/operator_call.h"
+#include "lockstep/intercept/part_mark.h"
 #include "lockstep/intercept/storage_owner.h"
 
 namespace lockstep::detail {
 
 class ShardWatch final : public StorageOwner {
  public:
+  explicit ShardWatch(bool is_divided) : is_divided_(is_divided) {}
+
   void before_operator(OperatorCall& call, c10::ArrayRef<TouchedTensor> touched) override {
     for (const auto& each : touched) {
       check_recurrent(call.name(), each.tensor);
@@ -30,6 +33,11 @@ class ShardWatch final : public StorageOwner {
                         "forward use the module's member, which is whole, not parameters().");
       }
     }
+  }
+
+  /// Module::clone() copies shards as if they were the parameters.
+  void on_result(OperatorCall& call) override {
+    if (is_divided_ && call.name() == "aten::clone") mark_copy_of_part(call.result(0).toTensor());
   }
 
   /// Where in the storage something was written since the last clear(), in elements.
@@ -59,6 +67,7 @@ class ShardWatch final : public StorageOwner {
            name != "aten::set_data" && name != "aten::_has_compatible_shallow_copy_type";
   }
 
+  const bool is_divided_;
   std::atomic<int64_t> written_ = -1;
   std::vector<std::pair<const c10::TensorImpl*, std::string>> names_;
 };

@@ -1,5 +1,7 @@
 // Programs that would train differently, or hang, without a word.
 #include <torch/nn/modules/container/modulelist.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/rnn.h>
 
 #include "tests/support/fsdp_models.h"
 
@@ -29,6 +31,37 @@ TEST(FsdpSilent, RefusesParametersThatShareMemory) {
     other->weight.set_data(flat.narrow(0, 0, 16).view({4, 4}));
     other->bias.set_data(flat.narrow(0, 16, 4));
     fully_shard(other, {.mesh = mesh_of(world)});
+  });
+}
+
+// FSDP-12
+TEST(FsdpSilent, RefusesClonesOfShardedModules) {
+  testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
+    const auto input = at::ones({2, 4});
+    torch::nn::Sequential model(torch::nn::Linear(4, 4), torch::nn::LayerNorm(torch::nn::LayerNormOptions({4})));
+    auto before = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(model->clone());
+    fully_shard(model, {.mesh = mesh_of(world)});
+    auto clone = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(model->clone());
+    expect_error([&] { clone->forward(input); }, {"aten::addmm", "cloned", "state dict"});
+    before->forward(input);
+    torch::nn::GRU recurrent(4, 2);
+    fully_shard(recurrent, {.mesh = mesh_of(world)});
+    auto other = std::dynamic_pointer_cast<torch::nn::GRUImpl>(recurrent->clone());
+    expect_error([&] { other->forward(input.unsqueeze(0)); }, {"aten::gru", "cloned"});
+    // Copies for other ends are what they always were.
+    auto weight = model->parameters()[0];
+    const auto copy = weight.detach().clone();
+    EXPECT_EQ(at::matmul(copy, copy.t()).size(0), 2);
+    EXPECT_GT(copy.norm().item<double>(), 0);
+    model->forward(input).sum().backward();
+    weight.set_data(copy);
+    model->forward(input).sum().backward();
+  });
+  testing::run_threads_in_gtest({.world_size = 1}, [](const World& world) {
+    torch::nn::Linear model(4, 4);
+    fully_shard(model, {.mesh = mesh_of(world)});
+    auto clone = std::dynamic_pointer_cast<torch::nn::LinearImpl>(model->clone());
+    EXPECT_TRUE(clone->forward(at::ones({2, 4})).equal(model->forward(at::ones({2, 4}))));
   });
 }
 
