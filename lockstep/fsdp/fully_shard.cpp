@@ -185,9 +185,27 @@ void FsdpUnit::set_reduce_scatter_unused_params(bool reduce_scatter_unused_param
                     [&](UnitSettings& s) { s.reduce_scatter_unused_params = reduce_scatter_unused_params; });
 }
 
-void FsdpUnit::set_all_reduce_hook(std::function<void(const at::Tensor& gradients)> hook) {
+void FsdpUnit::set_all_reduce_hook(std::function<void(const at::Tensor& gradients)> hook,
+                                   std::optional<c10::Stream> stream) {
   check_one_mesh("set_all_reduce_hook");
-  unit_->tree().set(*unit_, false, [&](UnitSettings& s) { s.all_reduce_hook = std::move(hook); });
+  const auto& mesh = unit_->mesh();
+  TORCH_CHECK(!stream || mesh.ndim() == 1, unit_->who(), ": set_all_reduce_hook() with a stream on a mesh with ",
+              "replicas, whose sum runs on a stream of its own. Leave the stream out.");
+  TORCH_CHECK(!stream || stream->device_type() == at::Device(mesh.device_type()).type(), unit_->who(),
+              ": set_all_reduce_hook() with a stream of ", stream->device(), ", and the mesh is one of ",
+              mesh.device_type(), ".");
+  unit_->tree().set(*unit_, false, [&](UnitSettings& s) {
+    s.all_reduce_hook = std::move(hook);
+    s.all_reduce_hook_stream = stream;
+  });
+}
+
+void FsdpUnit::set_post_optim_event(c10::Event event) {
+  check_root(*unit_, "set_post_optim_event");
+  if (at::Device(unit_->mesh().device_type()).is_cpu()) return;
+  TORCH_CHECK(event.was_marked_for_recording(), unit_->who(),
+              ": set_post_optim_event() of an event that was not recorded. Record it behind the optimizer's step.");
+  unit_->tree().set_post_optim_event(std::move(event));
 }
 
 void FsdpUnit::set_custom_all_gather(const std::shared_ptr<AllGatherComm>& comm) {

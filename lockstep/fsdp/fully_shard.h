@@ -12,6 +12,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
 
 #include <functional>
 #include <memory>
@@ -91,8 +93,13 @@ class FsdpUnit {
   /// Parameters without gradients count as zeros, so that ranks may use different ones of a unit; units are reduced in
   /// the order of the forward then.
   void set_reduce_scatter_unused_params(bool reduce_scatter_unused_params, bool recurse = true);
-  /// Called with the reduced gradients of this unit, flat, before shards get them; may change them.
-  void set_all_reduce_hook(std::function<void(const at::Tensor& gradients)> hook);
+  /// Called with the reduced gradients of this unit, flat, before shards get them; may change them. With `stream` it
+  /// runs there, behind the reduction, and shards wait for it; not on a mesh with replicas, whose sum has its own.
+  void set_all_reduce_hook(std::function<void(const at::Tensor& gradients)> hook,
+                           std::optional<c10::Stream> stream = std::nullopt);
+  /// Recorded behind the optimizer's step on another stream than the current one: the next gather waits for it. For
+  /// once: set another one after the next step. Without effect on a mesh of CPUs. Root only.
+  void set_post_optim_event(c10::Event event);
   /// How this unit gathers and reduces.
   void set_custom_all_gather(const std::shared_ptr<AllGatherComm>& comm);
   void set_custom_reduce_scatter(const std::shared_ptr<ReduceScatterComm>& comm);

@@ -4,6 +4,7 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/accumulate.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -28,6 +29,10 @@ double factor_before_half(double divisor) {
   double factor = 1;
   while (divisor / factor > factor) factor *= 2;
   return factor;
+}
+
+c10::Stream current_stream(at::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
 at::Tensor grad_of(const WholeHandle& handle) {
@@ -302,12 +307,26 @@ void GradientReduction::finish_scatter() {
   }
 }
 
+void GradientReduction::run_hook(Reduction& reduction) {
+  const auto& stream = reduction.settings.on_reduced_stream;
+  if (!stream || stream->device().is_cpu()) return reduction.settings.on_reduced(reduction.output);
+  c10::Event reduced(stream->device_type());
+  reduced.record(current_stream(stream->device()));
+  reduced.block(*stream);
+  {
+    const c10::StreamGuard there(*stream);
+    reduction.settings.on_reduced(reduction.output);
+  }
+  reduction.hooked.emplace(stream->device_type());
+  reduction.hooked->record(*stream);
+}
+
 void GradientReduction::finish_replicas() {
   const at::NoGradGuard no_grad;
   for (auto& reduction : std::exchange(replicating_, {})) {
     std::exchange(reduction.pending, {}).wait();
     if (reduction.scale_after != 1) reduction.output.mul_(reduction.scale_after);
-    if (reduction.settings.on_reduced) reduction.settings.on_reduced(reduction.output);
+    if (reduction.settings.on_reduced) run_hook(reduction);
     reduced_.push_back(std::move(reduction));
   }
 }
@@ -327,6 +346,7 @@ void GradientReduction::hand_out() {
   const at::NoGradGuard no_grad;
   forget_zeroed();
   for (auto& reduction : std::exchange(reduced_, {})) {
+    if (reduction.hooked) reduction.hooked->block(current_stream(reduction.output.device()));
     int64_t offset = 0;
     for (std::size_t i = 0; i < reduction.members.size(); ++i) {
       const auto index = reduction.members[i];
@@ -356,7 +376,7 @@ void GradientReduction::hand_out(const Member& member, const at::Tensor& flat) {
   auto part = part_of(flat, {0, shard.numel()}).view(shard.sizes());
   if (is_pinned) {
     auto host = at::empty(shard.sizes(), shard.options().dtype(dtype).pinned_memory(true).requires_grad(false));
-    if (is_async) copying_ = c10::impl::VirtualGuardImpl(part.device().type()).getStream(part.device());
+    if (is_async) copying_ = current_stream(part.device());
     part = host.copy_(part, is_async);
   } else if (part.scalar_type() != dtype || part.device() != shard.device()) {
     part = part.to(shard.device(), dtype);
@@ -386,7 +406,9 @@ void GradientReduction::drop() {
       }
     }
   }
-  reduced_.clear();
+  for (const auto& reduction : std::exchange(reduced_, {})) {
+    if (reduction.hooked) reduction.hooked->block(current_stream(reduction.output.device()));
+  }
   partials_.clear();
   for (std::size_t i = 0; i < witnesses_.size(); ++i) {
     if (witnesses_[i].is_stand_in && !is_zeroed(i)) members_[i].shard.mutable_grad().reset();

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
 #include <cstdint>
@@ -31,6 +32,7 @@ struct ReductionSettings {
   bool sends_zeros = false;                                // for trainable parameters without gradients
   bool counts = true;                                      // false: this backward's gradients count as zeros
   std::function<void(const at::Tensor&)> on_reduced = {};  // the program's, on the flat result
+  std::optional<c10::Stream> on_reduced_stream = {};       // where it runs; none: on the current one
 };
 
 class GradientReduction {
@@ -77,6 +79,7 @@ class GradientReduction {
     std::vector<bool> is_zeroed = {};  // by place in members; none: the program has zeroed none since
     ReductionSettings settings;
     double scale_after = 1;
+    std::optional<c10::Event> hooked = std::nullopt;  // behind on_reduced, on a stream of the program's
 
     bool is_dropped(std::size_t place) const { return !is_zeroed.empty() && is_zeroed[place]; }
   };
@@ -92,6 +95,7 @@ class GradientReduction {
   void fill(const at::Tensor& input, const Member& member, double scale, bool counts);
   /// Adds what waits for the sum over replicas, or lets this wait as well.
   void add_partials(const Reduction& reduction);
+  static void run_hook(Reduction& reduction);
   void hand_out(const Member& member, const at::Tensor& flat);
   std::string who() const;
 

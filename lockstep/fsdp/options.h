@@ -35,6 +35,8 @@ struct MixedPrecisionPolicy {
   bool cast_forward_inputs = true;
   /// Of floating point buffers, from fully_shard() on; unset: as they are. Full state dicts hold the dtype they had.
   std::optional<at::ScalarType> buffer_dtype = std::nullopt;
+  /// While its module is in evaluation mode (eval()), a unit gathers and computes in its parameters' own dtype.
+  bool full_precision_in_eval = false;
   /// Shards get their gradients in reduce_dtype.
   bool keep_low_precision_grads = false;
   /// Modules that shard_by_policy() makes units in float32, because their statistics need it.

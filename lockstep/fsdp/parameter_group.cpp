@@ -95,6 +95,7 @@ ParameterGroup::ParameterGroup(const std::vector<WholeParameter>& parameters, co
       group_(sharding_group(mesh)),
       is_divided_(group_->getSize() > 1 || options.force_sharding),
       device_(parameters.empty() ? at::Device(at::kCPU) : parameters.front().tensor.device()),
+      watch_(std::make_shared<ShardWatch>(group_->getSize() > 1)),
       gradients_(members_, group_, replicating_group(mesh), options),
       may_share_(options.share_on_host) {
   if (parameters.empty()) return;
@@ -260,7 +261,19 @@ void ParameterGroup::take_back_shards() {
 
 at::ScalarType ParameterGroup::gathered_dtype(at::ScalarType dtype) const {
   const auto& policy = options_.mp_policy;
-  return policy.param_dtype && at::isFloatingType(dtype) ? *policy.param_dtype : dtype;
+  return policy.param_dtype && at::isFloatingType(dtype) && !is_full_precision_ ? *policy.param_dtype : dtype;
+}
+
+void ParameterGroup::set_full_precision(bool is_full_precision) {
+  is_full_precision_ = is_full_precision;
+  if (members_.empty()) return;
+  const c10::InferenceMode none(false);
+  const at::NoGradGuard no_grad;
+  const NotIntercepted below;
+  const auto dtype = gathered_dtype(shards_.scalar_type());
+  for (auto& member : members_) {
+    for (auto& handle : member.handles) handle.memory.exchange(dtype, device_);
+  }
 }
 
 at::Tensor ParameterGroup::gather_source() const {
@@ -273,7 +286,7 @@ at::Tensor ParameterGroup::gather_source() const {
 
 bool ParameterGroup::launch_on_host(bool for_backward) {
   is_from_host_ = false;
-  if (!share_) return false;
+  if (!share_ || is_full_precision_) return false;
   if (!for_backward || !share_->is_shown()) {
     const LabelScope label(gather_label_);
     auto pending = share_->launch(gather_source());

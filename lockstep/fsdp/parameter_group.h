@@ -47,6 +47,9 @@ class ParameterGroup {
   /// Between forward and backward, each of these ranks keeps an equal part of every whole parameter.
   void set_group_between(GroupPtr group);
 
+  /// In the shards' own dtype, whatever the policy says. REQUIRES: it is not whole.
+  void set_full_precision(bool is_full_precision);
+
   // Gathering. All ranks do the same. `for_backward`: of a forward since which the shards have not changed.
   void launch_gather(bool for_backward);
   /// After launch_gather().
@@ -86,7 +89,7 @@ class ParameterGroup {
   at::Device device_;  // of whole parameters
   std::vector<Member> members_;
   at::Tensor shards_;  // flat, padded; undefined for a group without parameters
-  const std::shared_ptr<ShardWatch> watch_ = std::make_shared<ShardWatch>();
+  const std::shared_ptr<ShardWatch> watch_;
   std::optional<OwnedStorage> watched_;
   std::size_t handle_count_ = 0;
   std::size_t trainable_count_ = 0;
@@ -97,6 +100,7 @@ class ParameterGroup {
   Pending gather_;
   std::vector<at::Tensor> gathered_;  // by member; while it is gathered and whole
   bool is_in_order_ = true;           // what gathered_ holds
+  bool is_full_precision_ = false;
   GroupPtr between_;                  // null: all parts are freed
   std::vector<at::Tensor> kept_;      // by member; from forward to backward
   std::unique_ptr<HostShare> share_;  // null: gathers are copies

@@ -107,14 +107,21 @@ void Unit::after_operator(const OperatorCall& /*call*/) noexcept {
   tree_->end_operator(*this);
 }
 
+bool Unit::wants_full_precision() const {
+  if (!options_.mp_policy.full_precision_in_eval) return false;
+  const auto alive = module();
+  return alive && !alive->is_training();
+}
+
 void Unit::cast_inputs(OperatorCall& call) const {
   const auto& policy = options_.mp_policy;
   if (!policy.param_dtype || !policy.cast_forward_inputs || is_plain_backward()) return;
+  const auto dtype =
+      wants_full_precision() ? groups_.front()->members().front().shard.scalar_type() : *policy.param_dtype;
   for (std::size_t i = 0; i < call.argument_count(); ++i) {
     auto& value = call.argument(i);
-    if (!is_other_floating(value, *policy.param_dtype) || is_written(call, i) || is_updated_statistic(call, i))
-      continue;
-    value = value.toTensor().to(*policy.param_dtype);
+    if (!is_other_floating(value, dtype) || is_written(call, i) || is_updated_statistic(call, i)) continue;
+    value = value.toTensor().to(dtype);
   }
 }
 

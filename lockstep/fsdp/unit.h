@@ -40,6 +40,7 @@ struct UnitSettings {
   bool reduce_scatter_unused_params = false;
   double gradient_divide_factor = 0;  // 0: the number of ranks
   std::function<void(const at::Tensor&)> all_reduce_hook = {};
+  std::optional<c10::Stream> all_reduce_hook_stream = std::nullopt;
   /// Gathered when this one is touched, instead of what the order says.
   std::optional<std::vector<std::weak_ptr<Unit>>> forward_prefetch = std::nullopt;
   std::optional<std::vector<std::weak_ptr<Unit>>> backward_prefetch = std::nullopt;
@@ -80,6 +81,8 @@ class Unit final : public StorageOwner, public std::enable_shared_from_this<Unit
  private:
   friend class UnitTree;
 
+  /// Whether it computes as its module's mode wants it to: in its parameters' own precision.
+  bool wants_full_precision() const;
   void cast_inputs(OperatorCall& call) const;
 
   const std::vector<std::weak_ptr<torch::nn::Module>> modules_;
@@ -98,8 +101,9 @@ class Unit final : public StorageOwner, public std::enable_shared_from_this<Unit
   int users_ = 0;         // operators that run
   bool is_used_ = false;  // by a forward whose backward may come
   bool is_summoned_ = false;
-  std::size_t arrived_ = 0;  // gradients of this backward that are to be reduced
-  bool is_done_ = false;     // all its gradients have been made in this backward
+  bool is_full_precision_ = false;  // as it was gathered last
+  std::size_t arrived_ = 0;         // gradients of this backward that are to be reduced
+  bool is_done_ = false;            // all its gradients have been made in this backward
   UnitSettings settings_;
 };
 

@@ -3,6 +3,7 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/nn/module.h>
@@ -239,6 +240,7 @@ void UnitTree::touch(Unit& unit, bool is_recorded) {
     }
   }
   check_unchanged(unit);
+  follow_precision(unit);
   make_whole(unit);
   if (is_recorded && pass_ == Pass::kForward) unit.is_used_ = true;
   if (pass_ == Pass::kForward || unit.options_.backward_prefetch == BackwardPrefetch::kBackwardPre) prefetch(unit);
@@ -280,8 +282,26 @@ void UnitTree::make_whole(Unit& unit) {
 void UnitTree::launch_gather(Unit& unit) {
   if (unit.is_summoned_) return;
   if (!is_order_known_ && is_debugging()) check_order(unit);
+  if (const auto event = std::exchange(post_optim_event_, std::nullopt)) {
+    event->block(c10::impl::VirtualGuardImpl(event->device_type()).getStream(event->device()));
+  }
+  follow_precision(unit);
   for (const auto& group : unit.groups_) group->launch_gather(pass_ == Pass::kBackward && unit.is_used_);
   unit.memory_ = Unit::Memory::kGathering;
+}
+
+void UnitTree::follow_precision(Unit& unit) {
+  if (pass_ == Pass::kBackward || !unit.options_.mp_policy.full_precision_in_eval) return;
+  const bool is_full = unit.wants_full_precision();
+  if (unit.is_full_precision_ == is_full) return;
+  TORCH_CHECK(!unit.is_used_, unit.who(),
+              ": its module was switched between training and evaluation, which is in full ",
+              "precision, between a forward that recorded gradients and its backward. Run the backward first, forward ",
+              "under NoGradGuard, or call reset_iter_state().");
+  if (unit.memory_ == Unit::Memory::kGathering) make_whole(unit);
+  free(unit);
+  unit.is_full_precision_ = is_full;
+  for (const auto& group : unit.groups_) group->set_full_precision(is_full);
 }
 
 void UnitTree::check_order(const Unit& unit) const {
@@ -409,6 +429,7 @@ void UnitTree::reduce(Unit& unit) {
       .sends_zeros = settings.reduce_scatter_unused_params,
       .counts = !is_weightless_,
       .on_reduced = settings.all_reduce_hook,
+      .on_reduced_stream = settings.all_reduce_hook_stream,
   };
   for (auto group = unit.groups_.rbegin(); group != unit.groups_.rend(); ++group) (*group)->gradients().launch(how);
   reducing_.push_back(unit.shared_from_this());
@@ -549,6 +570,11 @@ void UnitTree::set_is_last_backward(bool is_last) {
 void UnitTree::set_reductions_in_flight(std::size_t count) {
   const std::lock_guard lock(mutex_);
   reductions_in_flight_ = count;
+}
+
+void UnitTree::set_post_optim_event(c10::Event event) {
+  const std::lock_guard lock(mutex_);
+  post_optim_event_ = std::move(event);
 }
 
 bool UnitTree::has_kept() {

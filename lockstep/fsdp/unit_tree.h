@@ -5,8 +5,11 @@
 // run one after the other, but nothing here relies on it: the tree has a lock.
 #pragma once
 
+#include <c10/core/Event.h>
+
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -52,6 +55,8 @@ class UnitTree : public std::enable_shared_from_this<UnitTree> {
   /// Reductions of a backward that is not the last one stay on their way.
   void set_is_last_backward(bool is_last);
   void set_reductions_in_flight(std::size_t count);
+  /// The next gather waits for it.
+  void set_post_optim_event(c10::Event event);
   /// Backward of `loss`, which counts `weight` times in the mean over all ranks and backwards.
   void backward(const at::Tensor& loss, double weight);
   /// Null: none. While there is one, steps are noted so that they can be mirrored.
@@ -107,6 +112,8 @@ class UnitTree : public std::enable_shared_from_this<UnitTree> {
   void make_whole(Unit& unit);
   void check_unchanged(Unit& unit);
   void launch_gather(Unit& unit);
+  /// Evaluation may be in another precision than training.
+  void follow_precision(Unit& unit);
   void check_order(const Unit& unit) const;
   void free(Unit& unit);
   bool frees_after_backward(const Unit& unit) const;
@@ -140,6 +147,8 @@ class UnitTree : public std::enable_shared_from_this<UnitTree> {
   TouchOrder backward_order_;
   bool is_order_known_ = false;
   bool has_warned_of_order_ = false;
+
+  std::optional<c10::Event> post_optim_event_;
 
   StepListener* listener_ = nullptr;
   std::vector<StepEvent> step_;       // noted so far

@@ -1,4 +1,7 @@
 // Sharded units on an accelerator: two ranks share one GPU by gloo, one rank has NCCL and is made to shard.
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include "lockstep/comm/values.h"
 #include "lockstep/fsdp/state_dict.h"
 #include "lockstep/testing/delay.h"
@@ -132,6 +135,72 @@ TEST_F(FsdpOnGpu, WaitsForWhatOtherStreamsDo) {
     const auto state = full_state_dict(*model);
     for (const auto& item : expected->named_parameters()) {
       EXPECT_TRUE(at::allclose(state.at(item.key()), item.value(), 1e-5, 1e-7)) << item.key();
+    }
+  });
+}
+
+// FSDP-88
+TEST_F(FsdpOnGpu, WaitsForTheEventOfAStepOnAnotherStream) {
+  on_gpu([](const World& world) {
+    const auto expected = reference(world);
+    auto model = net();
+    auto root = sharded(model, options_of(world));
+    SGD optimizer(model->parameters(), SGDOptions(0.1).momentum(0.9));
+    const c10::impl::VirtualGuardImpl device(at::kCUDA);
+    const auto other = device.getStreamFromGlobalPool(world.device());
+    for (int step = 0; step < 5; ++step) {
+      auto loss = loss_on_gpu(model, world, step);
+      loss.backward();
+      c10::Event reduced(at::kCUDA);
+      reduced.record(device.getStream(world.device()));
+      reduced.block(other);
+      c10::Event stepped(at::kCUDA);
+      {
+        const c10::StreamGuard there(other);
+        testing::device_sleep(std::chrono::milliseconds(20), world.device());
+        optimizer.step();
+        stepped.record(other);
+      }
+      if (step == 0) {
+        expect_error([&] { root.set_post_optim_event(c10::Event(at::kCUDA)); }, {"not recorded"});
+      }
+      root.set_post_optim_event(std::move(stepped));
+      // Gradients must live as long as the other stream reads them: they are zeroed in a place behind it.
+      const c10::StreamGuard there(other);
+      optimizer.zero_grad();
+    }
+    loss_on_gpu(model, world, 0);
+    const auto state = full_state_dict(*model);
+    for (const auto& item : expected->named_parameters()) {
+      EXPECT_TRUE(at::allclose(state.at(item.key()), item.value(), 1e-5, 1e-7)) << item.key();
+    }
+  });
+}
+
+// FSDP-69
+TEST_F(FsdpOnGpu, HooksRunOnTheirStream) {
+  on_gpu([](const World& world) {
+    auto model = net();
+    auto same = net();
+    auto root = sharded(model, options_of(world));
+    sharded(same, options_of(world));
+    const c10::impl::VirtualGuardImpl device(at::kCUDA);
+    const auto other = device.getStreamFromGlobalPool(world.device());
+    for (auto& block : model->blocks) {
+      unit_of(*block)->set_all_reduce_hook(
+          [&](const at::Tensor& gradients) {
+            EXPECT_EQ(device.getStream(world.device()), other);
+            testing::device_sleep(std::chrono::milliseconds(20), world.device());
+            gradients.mul_(3);
+          },
+          other);
+    }
+    loss_on_gpu(model, world, 0).backward();
+    loss_on_gpu(same, world, 0).backward();
+    const auto expected = same->named_parameters();
+    for (const auto& item : model->named_parameters()) {
+      const auto factor = item.key().starts_with("block") ? 3.0 : 1.0;
+      EXPECT_TRUE(at::allclose(item.value().grad(), expected[item.key()].grad() * factor, 1e-5, 1e-7)) << item.key();
     }
   });
 }

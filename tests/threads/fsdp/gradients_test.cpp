@@ -1,4 +1,5 @@
 // What happens to gradients on their way to the shards: accumulation, weights, hooks, replaced collectives, precision.
+#include "lockstep/fsdp/state_dict.h"
 #include "lockstep/optim/clip_grad.h"
 #include "lockstep/optim/grad_scaler.h"
 #include "tests/support/fsdp_models.h"
@@ -152,6 +153,11 @@ TEST(FsdpGradients, ReductionsMayWaitForTheLastBackward) {
     }
     expect_same_gradients(*pair.model, *pair.ddp.module(), "2 + 2", 1e-6);
     expect_error([&] { unit_of(*pair.model->blocks[0])->set_is_last_backward(true); }, {"is for the root"});
+    // FSDP-88: on a CPU there is nothing to wait for.
+    expect_error([&] { unit_of(*pair.model->blocks[0])->set_post_optim_event(c10::Event(at::kCPU)); },
+                 {"is for the root"});
+    pair.root.set_post_optim_event(c10::Event(at::kCPU));
+    loss_of(pair.model, world, 0).backward();
   });
 }
 
@@ -220,6 +226,20 @@ TEST(FsdpGradients, AHookMayChangeWhatWasReduced) {
     loss_of(pair.model, world, 0).backward();
     for (const auto& parameter : pair.ddp.module()->blocks[1]->parameters()) parameter.mutable_grad().mul_(3);
     expect_same_gradients(*pair.model, *pair.ddp.module(), "hooked");
+
+    // There are no streams on a CPU, but what is refused with replicas is.
+    const c10::Stream stream(c10::Stream::DEFAULT, at::Device(at::kCPU));
+    unit_of(*pair.model->blocks[1])
+        ->set_all_reduce_hook([](const at::Tensor& gradients) { gradients.mul_(2); }, stream);
+    pair.model->zero_grad();
+    loss_of(pair.model, world, 0).backward();
+    for (const auto& parameter : pair.ddp.module()->blocks[1]->parameters()) parameter.mutable_grad().mul_(2.0 / 3);
+    expect_same_gradients(*pair.model, *pair.ddp.module(), "on a stream", 1e-6);
+    const auto replicas = init_device_mesh("cpu", {2, 1}, {.mesh_dim_names = {"replicate", "shard"}});
+    auto hybrid = fully_shard(torch::nn::Linear(2, 2), {.mesh = replicas});
+    expect_error([&] { hybrid.set_all_reduce_hook([](const at::Tensor&) {}, stream); }, {"a mesh with replicas"});
+    const c10::Stream of_gpu(c10::Stream::UNSAFE, at::Device(at::kCUDA, 0), 0);
+    expect_error([&] { pair.root.set_all_reduce_hook([](const at::Tensor&) {}, of_gpu); }, {"cuda:0", "one of cpu"});
 
     auto other = net();
     auto root = sharded(other, {.mesh = mesh_of(world)});
@@ -447,6 +467,66 @@ TEST(FsdpGradients, KeepTheirPrecision) {
     // 60000 + 60000 is infinite in float16.
     auto half = layer({.param_dtype = at::kHalf});
     EXPECT_EQ(run(half, 60000)[0][0].item<double>(), 60000);
+  });
+}
+
+// FSDP-55
+TEST(FsdpGradients, EvaluationMayBeInFullPrecision) {
+  testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
+    for (const bool reshards : {true, false}) {
+      const auto build = [&](bool is_full) {
+        auto model = net();
+        sharded(model, {.mesh = mesh_of(world),
+                        .reshard_after_forward = reshards,
+                        .mp_policy = {.param_dtype = at::kBFloat16, .full_precision_in_eval = is_full}});
+        return model;
+      };
+      auto plain = net();
+      plain->eval();
+      auto model = build(true);
+      auto low = build(false);
+      SGD optimizer(model->parameters(), SGDOptions(0.1));
+      SGD lower(low->parameters(), SGDOptions(0.1));
+      const auto step = [&](int number) {
+        loss_of(model, world, number).backward();
+        loss_of(low, world, number).backward();
+        optimizer.step();
+        lower.step();
+      };
+      for (int round = 0; round < 2; ++round) {
+        step(round);
+        // Parameters in evaluation are those that train, not what is left of them in bfloat16.
+        const auto state = full_state_dict(*model);
+        const at::NoGradGuard no_grad;
+        for (auto& item : plain->named_parameters()) item.value().copy_(state.at(item.key()));
+        model->eval();
+        const auto output = model->forward(batch(world, 7));
+        EXPECT_EQ(output.scalar_type(), at::kFloat);
+        EXPECT_TRUE(output.equal(plain->forward(batch(world, 7))));
+        EXPECT_EQ(low->forward(batch(world, 7)).scalar_type(), at::kBFloat16);
+        model->train();
+      }
+      step(2);
+      for (std::size_t i = 0; i < model->parameters().size(); ++i) {
+        EXPECT_TRUE(model->parameters()[i].equal(low->parameters()[i])) << i;
+      }
+      // Fine-tuning in evaluation mode: gradients are in full precision as well.
+      optimizer.zero_grad();
+      model->eval();
+      plain->zero_grad();
+      const auto state = full_state_dict(*model);
+      {
+        const at::NoGradGuard no_grad;
+        for (auto& item : plain->named_parameters()) item.value().copy_(state.at(item.key()));
+      }
+      loss_of(model, world, 3).backward();
+      DistributedDataParallel ddp(plain, DdpOptions{.process_group = world.group()});
+      loss_of(ddp, world, 3).backward();
+      expect_same_gradients(*model, *plain, "in evaluation mode");
+      const auto loss = loss_of(model, world, 4);
+      model->train();
+      expect_error([&] { loss_of(model, world, 4); }, {"between training and evaluation", "backward first"});
+    }
   });
 }
 
