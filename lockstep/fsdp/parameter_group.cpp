@@ -182,7 +182,10 @@ void ParameterGroup::set_group_between(GroupPtr group) {
 
 /// Makes room for all shards. Their values are not moved.
 void ParameterGroup::rebuild(const at::TensorOptions& options) {
+  // Full precision, which is for evaluations, is not shared.
+  const bool is_full_precision = std::exchange(is_full_precision_, false);
   const auto dtype = gathered_dtype(c10::typeMetaToScalarType(options.dtype()));
+  is_full_precision_ = is_full_precision;
   int64_t elements = 0;
   // Those that are mapped come first, so that all of them begin at a page.
   for (const bool wants_mapped : {true, false}) {
