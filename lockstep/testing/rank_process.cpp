@@ -1,6 +1,7 @@
 #include "lockstep/testing/rank_process.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <signal.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -96,6 +97,8 @@ void send_report(const RankIdentity& self, const std::string& text) {
 }
 
 void end_process(const RankIdentity& self, const RankOutcome& outcome, std::optional<int> skip_code) {
+  // Its outcome is fixed: being stopped from here on must not add to the report, or change the exit code.
+  ::signal(SIGTERM, SIG_IGN);
   send_report(self, outcome.kind == RankOutcome::Kind::kPassed ? kPassedMark : outcome.text);
   std::fflush(nullptr);
   std::cout.flush();
