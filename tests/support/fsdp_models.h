@@ -1,6 +1,8 @@
 // A small model with inner units, and training beside DDP: what FSDP's tests share.
 #pragma once
 
+#include <torch/nn/modules/normalization.h>
+
 #include "lockstep/fsdp/fully_shard.h"
 #include "lockstep/shard/layout_of.h"
 #include "tests/support/ddp_models.h"
@@ -12,35 +14,50 @@ using testing::expect_error;
 using torch::optim::SGD;
 using torch::optim::SGDOptions;
 
-/// Embedding, blocks with a skip and a head: parameters in the root before and behind its inner units, 7 rows on any
-/// number of ranks.
-struct BlockImpl : torch::nn::Module {
-  explicit BlockImpl(int64_t width)
-      : norm(register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})))),
+/// A norm and two layers with a skip around them.
+template <class Norm, class NormOptions>
+struct SkipBlock : torch::nn::Module {
+  explicit SkipBlock(int64_t width)
+      : norm(register_module("norm", Norm(NormOptions({width})))),
         up(register_module("up", torch::nn::Linear(width, 2 * width))),
         down(register_module("down", torch::nn::Linear(2 * width, width))) {}
   at::Tensor forward(const at::Tensor& input) {
     return input + down->forward(at::tanh(up->forward(norm->forward(input))));
   }
-  torch::nn::LayerNorm norm;
+  Norm norm;
   torch::nn::Linear up;
   torch::nn::Linear down;
 };
-TORCH_MODULE(Block);
 
-struct NetImpl : torch::nn::Module {
-  NetImpl() : table(register_module("table", torch::nn::Embedding(11, 7))) {
-    for (int i = 0; i < 3; ++i) blocks.push_back(register_module("block" + std::to_string(i), Block(7)));
+/// A first layer, blocks and a head: parameters in the root before and behind its inner units, 7 rows on any number of
+/// ranks.
+template <class First, class Block>
+struct SkipNet : torch::nn::Module {
+  SkipNet(const std::string& first_name, First first, int count) : first_(register_module(first_name, first)) {
+    for (int i = 0; i < count; ++i) {
+      blocks.push_back(register_module("block" + std::to_string(i), Block(7)));
+    }
     head = register_module("head", torch::nn::Linear(7, 3));
   }
   at::Tensor forward(const at::Tensor& input) {
-    auto hidden = table->forward(input);
+    auto hidden = first_->forward(input);
     for (auto& block : blocks) hidden = block->forward(hidden);
     return head->forward(hidden);
   }
-  torch::nn::Embedding table;
   std::vector<Block> blocks;
   torch::nn::Linear head{nullptr};
+
+ private:
+  First first_;
+};
+
+using BlockImpl = SkipBlock<torch::nn::LayerNorm, torch::nn::LayerNormOptions>;
+using Block = torch::nn::ModuleHolder<BlockImpl>;
+
+struct NetImpl : SkipNet<torch::nn::Embedding, Block> {
+  NetImpl() : NetImpl(torch::nn::Embedding(11, 7)) {}
+  explicit NetImpl(const torch::nn::Embedding& made) : SkipNet("table", made, 3), table(made) {}
+  torch::nn::Embedding table;
 };
 TORCH_MODULE(Net);
 
@@ -48,9 +65,9 @@ TORCH_MODULE(Net);
 inline std::mutex building;
 
 template <class Build>
-auto built_from_seed(const Build& build) {
+auto built_from_seed(const Build& build, uint64_t seed = 5) {
   const std::lock_guard lock(building);
-  torch::manual_seed(5);
+  torch::manual_seed(seed);
   return build();
 }
 
@@ -58,7 +75,8 @@ inline Net net() {
   return built_from_seed([] { return Net(); });
 }
 
-inline FsdpUnit sharded(Net model, const FullyShardOptions& options = {}) {
+template <class Model>
+FsdpUnit sharded(Model model, const FullyShardOptions& options = {}) {
   for (auto& block : model->blocks) fully_shard(block, options);
   return fully_shard(model, options);
 }

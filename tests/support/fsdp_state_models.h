@@ -1,68 +1,28 @@
-// Models and helpers of the FSDP tests.
+// The model of tests of state: the others' small one, with buffers, a tied bias and floating inputs.
 #pragma once
 
-#include <torch/nn/modules/normalization.h>
-
-#include "lockstep/fsdp/fully_shard.h"
 #include "lockstep/nn/tied_parameters.h"
-#include "lockstep/shard/layout_of.h"
-#include "tests/support/ddp_models.h"
+#include "tests/support/fsdp_models.h"
 
 namespace lockstep::fsdp_state_models {
 
-struct BlockImpl : torch::nn::Module {
-  explicit BlockImpl(int64_t width)
-      : up(register_module("up", torch::nn::Linear(width, 2 * width))),
-        norm(register_module("norm", torch::nn::BatchNorm1d(2 * width))),
-        down(register_module("down", torch::nn::Linear(2 * width, width))) {}
-  at::Tensor forward(const at::Tensor& input) {
-    return input + down->forward(norm->forward(at::tanh(up->forward(input))));
-  }
-  torch::nn::Linear up;
-  torch::nn::BatchNorm1d norm;
-  torch::nn::Linear down;
-};
-TORCH_MODULE(Block);
+using fsdp_models::built_from_seed;
+using fsdp_models::mesh_of;
+using fsdp_models::sharded;
 
-/// Parameters in the root before and behind its inner units, buffers, a tied bias, and 7 rows on any number of ranks.
-struct NetImpl : torch::nn::Module {
-  NetImpl() : first(register_module("first", torch::nn::Linear(5, 7))) {
-    for (int i = 0; i < 2; ++i) blocks.push_back(register_module("block" + std::to_string(i), Block(7)));
-    head = register_module("head", torch::nn::Linear(7, 3));
+using BlockImpl = fsdp_models::SkipBlock<torch::nn::BatchNorm1d, torch::nn::BatchNormOptions>;
+
+struct NetImpl : fsdp_models::SkipNet<torch::nn::Linear, torch::nn::ModuleHolder<BlockImpl>> {
+  NetImpl() : NetImpl(torch::nn::Linear(5, 7)) {}
+  explicit NetImpl(const torch::nn::Linear& made) : SkipNet("first", made, 2), first(made) {
     register_parameter("tied", head->bias);
   }
-  at::Tensor forward(const at::Tensor& input) {
-    auto hidden = first->forward(input);
-    for (auto& block : blocks) hidden = block->forward(hidden);
-    return head->forward(hidden);
-  }
   torch::nn::Linear first;
-  std::vector<Block> blocks;
-  torch::nn::Linear head{nullptr};
 };
 TORCH_MODULE(Net);
 
-/// Ranks are threads here and share the generator: one builds at a time, whatever it is.
-inline std::mutex building;
-
-template <class Build>
-auto seeded(uint64_t seed, const Build& build) {
-  const std::lock_guard lock(building);
-  torch::manual_seed(seed);
-  return build();
-}
-
 inline Net net(uint64_t seed = 5) {
-  return seeded(seed, [] { return Net(); });
-}
-
-inline DeviceMesh mesh_of(const World& world) {
-  return DeviceMesh::from_group(world.group(), "cpu");
-}
-
-inline FsdpUnit sharded(Net model, const FullyShardOptions& options) {
-  for (auto& block : model->blocks) fully_shard(block, options);
-  return fully_shard(model, options);
+  return built_from_seed([] { return Net(); }, seed);
 }
 
 /// Of rank `rank` in a step; the same on any number of ranks if `rank` is.

@@ -15,6 +15,19 @@ namespace lockstep::testing {
 
 using torch::nn::Linear;
 
+namespace {
+
+/// In the order in which they are drawn.
+struct NestedLayers {
+  const Linear first{8, 4};
+  const Linear inner{4, 16};
+  const Linear outer{16, 16};
+  const Linear third{16, 4};
+  const Linear last{4, 8};
+};
+
+}  // namespace
+
 void ChainImpl::add(torch::nn::AnyModule module) {
   register_module(std::to_string(links_.size()), module.ptr());
   links_.push_back(std::move(module));
@@ -30,12 +43,8 @@ NestedWrappedModule::NestedWrappedModule(const GroupPtr& group) : rank_((check_m
 
 NestedWrappedModule::NestedWrappedModule(const GroupPtr& group, bool deterministic) : NestedWrappedModule(group) {
   build_model(deterministic, [&] {
-    const Linear first(8, 4);
-    const Linear inner(4, 16);
-    const Linear outer(16, 16);
-    const Linear third(16, 4);
-    const Linear last(4, 8);
-    module = register_module("module", Chain(first, Chain(inner, outer), third, last));
+    const NestedLayers made;
+    module = register_module("module", Chain(made.first, Chain(made.inner, made.outer), made.third, made.last));
   });
 }
 
@@ -77,12 +86,8 @@ std::shared_ptr<AlwaysWrapNestedWrappedModule> AlwaysWrapNestedWrappedModule::in
 
 NonUniformReqGradNWM::NonUniformReqGradNWM(const GroupPtr& group, bool deterministic) : NestedWrappedModule(group) {
   build_model(deterministic, [&] {
-    const Linear first(8, 4);
-    const Linear inner(4, 16);
-    const Linear outer(16, 16);
-    const Linear third(16, 4);
-    const Linear last(4, 8);
-    module = register_module("module", Chain(first, Chain(inner, outer), Chain(third, last)));
+    const NestedLayers made;
+    module = register_module("module", Chain(made.first, Chain(made.inner, made.outer), Chain(made.third, made.last)));
   });
 }
 

@@ -303,7 +303,7 @@ TEST(FsdpOptimizerState, OfFlatParametersHasTheNamesOfTheirParts) {
   on_ranks(3, [](const World& world) {
     const auto trained = [&](bool use_orig_params, int from, int to, const ModuleState& model_state,
                              const NamedOptimizerState& optimizer_state) {
-      auto model = seeded(from == 0 ? 5 : 6, [] { return ddp_models::Mlp(std::vector<int64_t>{5, 7, 3}); });
+      auto model = built_from_seed([] { return ddp_models::Mlp(std::vector<int64_t>{5, 7, 3}); }, from == 0 ? 5 : 6);
       fully_shard(model->layers[0], {.mesh = mesh_of(world), .use_orig_params = use_orig_params});
       fully_shard(model, {.mesh = mesh_of(world), .use_orig_params = use_orig_params});
       if (from > 0) load_full_state_dict(*model, model_state);

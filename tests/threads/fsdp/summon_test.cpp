@@ -157,8 +157,8 @@ TEST(Summon, ShowsAndKeepsGradients) {
 TEST(Summon, ShowsFullPrecisionUnderAPolicy) {
   on_ranks(2, [](const World& world) {
     const auto build = [] { return std::make_shared<torch::nn::LinearImpl>(6, 5); };
-    const auto whole = seeded(3, build);
-    auto model = seeded(3, build);
+    const auto whole = built_from_seed(build, 3);
+    auto model = built_from_seed(build, 3);
     auto root = fully_shard(*model, {.mesh = mesh_of(world), .mp_policy = {.param_dtype = at::kBFloat16}});
     const auto input = at::ones({2, 6}, at::kBFloat16);
     const auto before = model->forward(input);
