@@ -1,11 +1,14 @@
 // The one seam through which tests and traces watch the library: it announces what it does as Events, observers listen.
-// Observers are per rank. With none installed anywhere an announcement costs one relaxed load.
+// Steps that features take are announced too, and can be delayed, replaced or failed by tests (StepScope). All is per
+// rank. With nothing installed anywhere an announcement costs one relaxed load.
 #pragma once
 
 #include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -30,6 +33,12 @@ class Observer {
   virtual void on_event(const Event& event) = 0;
 };
 
+namespace detail {
+struct RankObservers;
+/// Of all ranks of the process.
+extern std::atomic<int> observer_count;
+}  // namespace detail
+
 /// Installs `observer` for the current rank while it lives; scopes nest, all installed observers are called.
 class ObserverScope {
  public:
@@ -39,23 +48,36 @@ class ObserverScope {
   ObserverScope& operator=(const ObserverScope&) = delete;
 
  private:
-  struct PerRank;
-  PerRank& rank_;
+  detail::RankObservers& rank_;
   Observer* observer_;
-
-  friend void announce(Event event);
 };
 
-namespace detail {
-extern std::atomic<int> observer_count;
-}
+/// Runs in the place of a step: calls `next`, which takes it, or does something else, or throws.
+using StepInterposer = std::function<void(const Event& step, const std::function<void()>& next)>;
 
-/// True if any rank of this process has an observer; ask before building an Event.
+/// Installs an interposer for the current rank's steps while it lives. Scopes nest; the innermost sees a step first.
+/// For tests, which break things on purpose; the library itself never does.
+class StepScope {
+ public:
+  explicit StepScope(StepInterposer interposer);
+  ~StepScope();
+  StepScope(const StepScope&) = delete;
+  StepScope& operator=(const StepScope&) = delete;
+
+ private:
+  detail::RankObservers& rank_;
+  const std::shared_ptr<const StepInterposer> interposer_;
+};
+
+/// True if any rank of this process has an observer or a StepScope; ask before building an Event.
 inline bool is_observed() {
   return detail::observer_count.load(std::memory_order_relaxed) != 0;
 }
 
 /// Numbers the event and hands it to the current rank's observers.
 void announce(Event event);
+
+/// Announces a step and takes it, through the current rank's StepScopes if there are any.
+void run_step(Event event, const std::function<void()>& step);
 
 }  // namespace lockstep

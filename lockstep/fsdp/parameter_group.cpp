@@ -163,6 +163,7 @@ ParameterGroup::~ParameterGroup() {
 }
 
 void ParameterGroup::set_unit_name(const std::string& name) {
+  unit_ = name;
   gather_label_ = CallLabel{.text = interned(str("gather of FSDP unit '", name, "'")), .is_compared = true};
   gradients_.set_unit_name(name);
 }
@@ -279,20 +280,20 @@ void ParameterGroup::set_full_precision(bool is_full_precision) {
   }
 }
 
-at::Tensor ParameterGroup::gather_source() const {
+at::Tensor ParameterGroup::gather_source(Pass pass) const {
   const auto dtype = gathered_dtype(shards_.scalar_type());
   if (dtype == shards_.scalar_type() && device_ == shards_.device()) return shards_;
   const auto source = allocate_buffer(shards_.numel(), shards_.options().dtype(dtype).device(device_), group_);
-  source.copy_(shards_, /*non_blocking=*/true);
+  take_step(*this, pass, "gather_copy_in", [&] { source.copy_(shards_, /*non_blocking=*/true); });
   return source;
 }
 
-bool ParameterGroup::launch_on_host(bool for_backward) {
+bool ParameterGroup::launch_on_host(Pass pass, bool for_backward) {
   is_from_host_ = false;
   if (!share_ || is_full_precision_) return false;
   if (!for_backward || !share_->is_shown()) {
     const LabelScope label(gather_label_);
-    auto pending = share_->launch(gather_source());
+    auto pending = share_->launch(gather_source(pass));
     if (!pending) share_.reset();
     if (!pending) return false;
     gather_ = std::move(*pending);
@@ -302,7 +303,7 @@ bool ParameterGroup::launch_on_host(bool for_backward) {
   return true;
 }
 
-void ParameterGroup::launch_gather(bool for_backward) {
+void ParameterGroup::launch_gather(Pass pass, bool for_backward) {
   if (members_.empty()) return;
   // Shards that are taken back during an evaluation are trained later.
   const c10::InferenceMode none(false);
@@ -313,9 +314,9 @@ void ParameterGroup::launch_gather(bool for_backward) {
   follow_requires_grad();
   if (for_backward && !kept_.empty()) return launch_gather_between();
   kept_.clear();
-  if (launch_on_host(for_backward)) return;
+  if (launch_on_host(pass, for_backward)) return;
   const int64_t ranks = group_->getSize();
-  const auto source = gather_source();
+  const auto source = gather_source(pass);
   at::Tensor room = source;
   if (is_divided_) {
     int64_t elements = 0;
@@ -364,13 +365,20 @@ void ParameterGroup::launch_gather_between() {
   if (!outputs.empty()) gather_ = comm_->run(outputs, inputs, between_);
 }
 
+void ParameterGroup::wait_for_gather() {
+  const at::NoGradGuard no_grad;
+  const NotIntercepted below;
+  std::exchange(gather_, {}).wait();
+}
+
 void ParameterGroup::finish_gather() {
   if (members_.empty()) return;
   const at::NoGradGuard no_grad;
   const NotIntercepted below;
-  std::exchange(gather_, {}).wait();
-  kept_.clear();
   if (std::exchange(is_from_host_, false)) gathered_ = share_->gathered();
+  TORCH_CHECK(gathered_.size() == members_.size(), "[lockstep/fsdp] rank ", mesh_.get_rank(), ": unit '", unit_,
+              "' was to be whole, but its gather was left out");
+  kept_.clear();
   for (std::size_t i = 0; i < members_.size(); ++i) {
     auto& member = members_[i];
     auto& whole = gathered_[i];
@@ -450,6 +458,12 @@ int64_t ParameterGroup::whole_bytes() const {
   int64_t elements = 0;
   for (const auto& member : members_) elements += aligned(group_->getSize() * member.cut.padded());
   return elements * static_cast<int64_t>(c10::elementSize(gathered_dtype(shards_.scalar_type())));
+}
+
+Event ParameterGroup::describe() const {
+  Event event{.unit = unit_, .bytes = static_cast<std::size_t>(whole_bytes()), .group_size = group_->getSize()};
+  if (!members_.empty()) event.dtype = c10::toString(gathered_dtype(shards_.scalar_type()));
+  return event;
 }
 
 }  // namespace lockstep::detail

@@ -23,6 +23,7 @@
 #include "lockstep/fsdp/options.h"
 #include "lockstep/fsdp/shard_watch.h"
 #include "lockstep/fsdp/unit_comm.h"
+#include "lockstep/fsdp/unit_steps.h"
 
 namespace lockstep::detail {
 
@@ -51,8 +52,10 @@ class ParameterGroup {
   void set_full_precision(bool is_full_precision);
 
   // Gathering. All ranks do the same. `for_backward`: of a forward since which the shards have not changed.
-  void launch_gather(bool for_backward);
+  void launch_gather(Pass pass, bool for_backward);
   /// After launch_gather().
+  void wait_for_gather();
+  /// After that: gathered parts become the whole parameters.
   void finish_gather();
   void free();
   /// As free(), but this rank's part for the backward's gather stays if there is a group for that.
@@ -67,6 +70,8 @@ class ParameterGroup {
   /// Bytes of the shards, and of all whole parameters with their padding.
   int64_t shard_bytes() const;
   int64_t whole_bytes() const;
+  /// For events.
+  Event describe() const;
 
  private:
   void cut(Member& member, const at::Tensor& value);
@@ -76,10 +81,10 @@ class ParameterGroup {
   void take_frozen_handles(Member& member) const;
   void rebuild(const at::TensorOptions& options);
   /// The shards as they are gathered: in the compute dtype, on the compute device.
-  at::Tensor gather_source() const;
+  at::Tensor gather_source(Pass pass) const;
   void launch_gather_between();
   /// False if ranks do not share a host.
-  bool launch_on_host(bool for_backward);
+  bool launch_on_host(Pass pass, bool for_backward);
   at::ScalarType gathered_dtype(at::ScalarType dtype) const;
 
   const FullyShardOptions options_;
@@ -96,6 +101,7 @@ class ParameterGroup {
   GradientReduction gradients_;
 
   std::shared_ptr<AllGatherComm> comm_ = std::make_shared<AllGatherComm>();
+  std::string unit_;  // its name
   CallLabel gather_label_;
   Pending gather_;
   std::vector<at::Tensor> gathered_;  // by member; while it is gathered and whole

@@ -146,4 +146,11 @@ std::string Unit::who() const {
   return str("[lockstep/fsdp] rank ", mesh_.get_rank(), ": unit '", name_, "'");
 }
 
+Event Unit::describe() const {
+  Event event{.unit = name_, .group_size = static_cast<int>(mesh_.size())};
+  for (const auto& group : groups_) event.bytes += static_cast<std::size_t>(group->whole_bytes());
+  if (!groups_.empty()) event.dtype = groups_.front()->describe().dtype;
+  return event;
+}
+
 }  // namespace lockstep::detail

@@ -77,6 +77,8 @@ class Unit final : public StorageOwner, public std::enable_shared_from_this<Unit
   bool is_inside(const Unit& other) const;
   /// "[lockstep/fsdp] rank 1: unit 'encoder'"
   std::string who() const;
+  /// For events.
+  Event describe() const;
 
  private:
   friend class UnitTree;

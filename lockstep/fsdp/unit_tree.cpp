@@ -14,7 +14,6 @@
 #include <utility>
 
 #include "lockstep/base/env.h"
-#include "lockstep/base/observer.h"
 #include "lockstep/base/str.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/failure_notice.h"
@@ -74,15 +73,6 @@ void for_each_handle(const Unit& unit, const Visit& visit) {
       for (const auto& handle : member.handles) visit(handle, number++);
     }
   }
-}
-
-/// "unshard", "reshard", "pre_backward", "post_backward": what happens to a unit, for tests and traces.
-void tell(const Unit& unit, const char* kind) {
-  if (!is_observed()) return;
-  Event event{.kind = kind, .unit = unit.name(), .state = "unit"};
-  for (const auto& group : unit.groups()) event.bytes += static_cast<std::size_t>(group->whole_bytes());
-  event.group_size = static_cast<int>(unit.mesh().size());
-  announce(std::move(event));
 }
 
 /// The sum over all ranks of the mesh.
@@ -231,20 +221,29 @@ void UnitTree::touch(Unit& unit, bool is_recorded) {
   enter_pass(is_recorded);
   is_started_ = true;
   order().touch(unit.number_);
-  if (std::exchange(current_, unit.number_) != unit.number_) {
+  if (late_error_) std::rethrow_exception(std::exchange(late_error_, nullptr));
+  const bool is_next = std::exchange(current_, unit.number_) != unit.number_;
+  if (is_next) {
     free_others(unit);
-    if (pass_ == Pass::kBackward) tell(unit, "pre_backward");
     const bool stayed_whole = pass_ == Pass::kForward && unit.memory_ == Unit::Memory::kWhole;
     for (const auto& group : unit.groups_) {
       if (stayed_whole) group->follow_requires_grad();
     }
   }
+  if (is_next && pass_ == Pass::kBackward) {
+    take_step(unit, pass_, "pre_backward", [&] { prepare(unit, is_recorded); });
+  } else {
+    prepare(unit, is_recorded);
+  }
+  ++unit.users_;  // only if nothing has thrown: else nobody tells of the operator's end
+}
+
+void UnitTree::prepare(Unit& unit, bool is_recorded) {
   check_unchanged(unit);
   follow_precision(unit);
   make_whole(unit);
   if (is_recorded && pass_ == Pass::kForward) unit.is_used_ = true;
   if (pass_ == Pass::kForward || unit.options_.backward_prefetch == BackwardPrefetch::kBackwardPre) prefetch(unit);
-  ++unit.users_;  // only if nothing has thrown: else nobody tells of the operator's end
 }
 
 void UnitTree::end_operator(Unit& unit) noexcept {
@@ -254,7 +253,12 @@ void UnitTree::end_operator(Unit& unit) noexcept {
   if (--unit.users_ > 0 || !order().is_run_over()) return;
   const auto next = unit_at(order().next());
   if (next && (next.get() == &unit || next->is_inside(unit))) return;
-  if (may_free(unit)) free(unit);
+  if (!may_free(unit)) return;
+  try {
+    free(unit);
+  } catch (...) {
+    late_error_ = std::current_exception();
+  }
 }
 
 void UnitTree::check_unchanged(Unit& unit) {
@@ -274,8 +278,10 @@ void UnitTree::make_whole(Unit& unit) {
   if (unit.memory_ == Unit::Memory::kGathering) {
     unit.memory_ = Unit::Memory::kWhole;
     whole_.push_back(unit.number_);
-    for (const auto& group : unit.groups_) group->finish_gather();
-    tell(unit, "unshard");
+    for (const auto& group : unit.groups_) {
+      group->wait_for_gather();
+      take_step(*group, pass_, "gather_copy_out", [&] { group->finish_gather(); });
+    }
   }
 }
 
@@ -286,7 +292,10 @@ void UnitTree::launch_gather(Unit& unit) {
     event->block(c10::impl::VirtualGuardImpl(event->device_type()).getStream(event->device()));
   }
   follow_precision(unit);
-  for (const auto& group : unit.groups_) group->launch_gather(pass_ == Pass::kBackward && unit.is_used_);
+  const bool for_backward = pass_ == Pass::kBackward && unit.is_used_;
+  take_step(unit, pass_, "unshard", [&] {
+    for (const auto& group : unit.groups_) group->launch_gather(pass_, for_backward);
+  });
   unit.memory_ = Unit::Memory::kGathering;
 }
 
@@ -317,10 +326,13 @@ void UnitTree::check_order(const Unit& unit) const {
 void UnitTree::free(Unit& unit) {
   if (unit.memory_ != Unit::Memory::kWhole || unit.users_ > 0 || unit.is_summoned_) return;
   const bool is_needed_again = pass_ == Pass::kForward && unit.is_used_;
-  for (const auto& group : unit.groups_) is_needed_again ? group->free_until_backward() : group->free();
+  take_step(unit, pass_, "reshard", [&] {
+    for (const auto& group : unit.groups_) {
+      take_step(*group, pass_, "free", [&] { is_needed_again ? group->free_until_backward() : group->free(); });
+    }
+  });
   unit.memory_ = Unit::Memory::kSharded;
   std::erase(whole_, unit.number_);
-  tell(unit, "reshard");
 }
 
 bool UnitTree::frees_after_backward(const Unit& unit) const {
@@ -385,10 +397,12 @@ void UnitTree::gradient_arrived(Unit& unit) {
   }
   if (unit.arrived_ < trainable) return;
   unit.is_done_ = true;
-  reduce_in_turn(unit);
-  // Frozen ones may be needed still, by what comes before them.
-  if (all == trainable && frees_after_backward(unit)) free(unit);
-  if (unit.options_.backward_prefetch == BackwardPrefetch::kBackwardPost) prefetch(unit);
+  take_step(unit, pass_, "post_backward_node", [&] {
+    reduce_in_turn(unit);
+    // Frozen ones may be needed still, by what comes before them.
+    if (all == trainable && frees_after_backward(unit)) free(unit);
+    if (unit.options_.backward_prefetch == BackwardPrefetch::kBackwardPost) prefetch(unit);
+  });
 }
 
 void UnitTree::reduce_in_turn(Unit& unit) {
@@ -412,7 +426,10 @@ double UnitTree::divisor_of(const Unit& unit) const {
 
 void UnitTree::reduce(Unit& unit) {
   unit.arrived_ = 0;
-  tell(unit, "post_backward");
+  take_step(unit, pass_, "post_backward", [&] { reduce_now(unit); });
+}
+
+void UnitTree::reduce_now(Unit& unit) {
   TORCH_CHECK(listener_ == nullptr || syncs(unit), unit.who(), ": a backward without gradient sync inside of a Join ",
               "scope, where ranks that ran out of inputs could not tell. Reduce in every iteration there.");
   if (!syncs(unit)) {
@@ -450,6 +467,7 @@ void UnitTree::finish_reductions(std::size_t left) {
 void UnitTree::end_backward() {
   const std::lock_guard lock(mutex_);
   const at::NoGradGuard no_grad;
+  if (late_error_) std::rethrow_exception(std::exchange(late_error_, nullptr));
   const auto all = units();
   // Those with parameters that nothing used: what has arrived is reduced, in an order all ranks have.
   for (const auto number : std::exchange(turns_, {})) {
@@ -472,10 +490,14 @@ void UnitTree::end_backward() {
       for (const auto& group : last->groups_) group->gradients().finish_replicas();
     }
     for (const auto& unit : all) {
-      for (const auto& group : unit->groups_) group->gradients().hand_out();
+      take_step(*unit, pass_, "hand_out", [&] {
+        for (const auto& group : unit->groups_) group->gradients().hand_out();
+      });
     }
     for (const auto& unit : all) {
-      for (const auto& group : unit->groups_) group->gradients().finish_copies();
+      take_step(*unit, pass_, "finish_copies", [&] {
+        for (const auto& group : unit->groups_) group->gradients().finish_copies();
+      });
     }
   } else {
     for (const auto& unit : all) {
@@ -515,6 +537,7 @@ void UnitTree::end_passes() {
 }
 
 void UnitTree::forget_step() {
+  late_error_ = nullptr;
   reducing_.clear();
   replicating_.reset();
   turns_.clear();

@@ -7,6 +7,7 @@
 
 #include <c10/core/Event.h>
 
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -15,6 +16,7 @@
 
 #include "lockstep/fsdp/touch_order.h"
 #include "lockstep/fsdp/unit.h"
+#include "lockstep/fsdp/unit_steps.h"
 
 namespace lockstep::detail {
 
@@ -83,7 +85,6 @@ class UnitTree : public std::enable_shared_from_this<UnitTree> {
   std::vector<UnitPtr> below(const Unit& unit, bool recurse) const;
 
  private:
-  enum class Pass { kNone, kForward, kBackward };
   /// What the program did to units in a step.
   struct StepEvent {
     enum class Kind { kTouch, kEndOperator, kWeights, kGradient, kEndBackward } kind;
@@ -100,6 +101,8 @@ class UnitTree : public std::enable_shared_from_this<UnitTree> {
   void enter_backward();
   void accept_whole();
   void touch(Unit& unit, bool is_recorded);
+  /// Makes the unit whole for an operator, and gathers what comes next.
+  void prepare(Unit& unit, bool is_recorded);
   void gradient_arrived(Unit& unit);
   void add_weights(const Unit& root, double weight, at::Device device);
   void note(const StepEvent& event);
@@ -123,6 +126,7 @@ class UnitTree : public std::enable_shared_from_this<UnitTree> {
   double divisor_of(const Unit& unit) const;
   void reduce_in_turn(Unit& unit);
   void reduce(Unit& unit);
+  void reduce_now(Unit& unit);
   void finish_reductions(std::size_t left);
   void forget_step();
   /// Ends a unit's part of a step.
@@ -140,7 +144,8 @@ class UnitTree : public std::enable_shared_from_this<UnitTree> {
   int64_t backwards_ = 0;
   bool has_comm_hook_ = false;
   Pass pass_ = Pass::kNone;
-  std::weak_ptr<int> backward_;  // expires when autograd's pass is over, or has thrown
+  std::exception_ptr late_error_;  // of a unit freed behind its last operator: thrown by the next touch
+  std::weak_ptr<int> backward_;    // expires when autograd's pass is over, or has thrown
   int current_ = TouchOrder::kNone;
   std::vector<int> whole_;  // units that are: few of many
   TouchOrder forward_order_;

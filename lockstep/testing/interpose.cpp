@@ -5,6 +5,7 @@
 
 #include "lockstep/comm/barrier.h"
 #include "lockstep/testing/delay.h"
+#include "lockstep/testing/recorder.h"
 
 namespace lockstep::testing {
 
@@ -31,6 +32,38 @@ InterposerScope fail_call(CallKind kind, std::size_t n, const std::string& messa
 
 InterposerScope drop_calls(CallKind kind) {
   return replace_calls(kind, [](const Call&, const NextCall&) { return Pending(); });
+}
+
+InterposerScope forget_waits(CallKind kind) {
+  return replace_calls(kind, [](const Call& call, const NextCall& next) {
+    static_cast<void>(next(call));
+    return Pending();
+  });
+}
+
+StepScope replace_steps(const std::string& name, StepInterposer instead) {
+  return StepScope([name, instead = std::move(instead)](const Event& step, const std::function<void()>& next) {
+    is_named(step, name) ? instead(step, next) : next();
+  });
+}
+
+StepScope delay_steps(const std::string& name, std::chrono::milliseconds duration, c10::Device device) {
+  return replace_steps(name, [duration, device](const Event& /*step*/, const std::function<void()>& next) {
+    device_sleep(duration, device);
+    next();
+  });
+}
+
+StepScope fail_step(const std::string& name, std::size_t n, const std::string& message) {
+  return replace_steps(name, [seen = std::make_shared<std::size_t>(0), n, message](const Event& /*step*/,
+                                                                                   const std::function<void()>& next) {
+    TORCH_CHECK((*seen)++ != n, message);
+    next();
+  });
+}
+
+StepScope drop_steps(const std::string& name) {
+  return replace_steps(name, [](const Event& /*step*/, const std::function<void()>& /*next*/) {});
 }
 
 InterposerScope reduce_scatter_with_assert(std::function<void(const at::Tensor& output)> check) {

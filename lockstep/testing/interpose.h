@@ -1,15 +1,19 @@
-// Ready-made interposers: delay, fail, drop, change or check the collectives of the current rank. Each lives as a
-// scope:
+// Ready-made interposers: delay, fail, drop, change or check the collectives of the current rank, and the steps that
+// units of fully_shard() take. Each lives as a scope:
 //
 //   const auto late = delay_calls(CallKind::kReduceScatterSingle, 50ms);
+//   const auto broken = fail_step("reshard", 2, "out of memory");
 //
 // SharedScope is for what all ranks must have in place at the same time.
 #pragma once
+
+#include <c10/core/Device.h>
 
 #include <chrono>
 #include <functional>
 #include <string>
 
+#include "lockstep/base/observer.h"
 #include "lockstep/comm/interposer.h"
 
 namespace lockstep::testing {
@@ -26,6 +30,18 @@ namespace lockstep::testing {
 /// Runs `instead` for calls of `kind`; it may call next(call) with a changed call.
 [[nodiscard]] InterposerScope replace_calls(CallKind kind,
                                             std::function<Pending(const Call& call, const NextCall& next)> instead);
+
+/// Calls of `kind` run, but look finished at once: nobody waits for them, as if the library had forgotten to.
+[[nodiscard]] InterposerScope forget_waits(CallKind kind);
+
+/// The same for steps, by what their events are called: "unshard", or "unshard(block0)" for those of one unit
+/// (docs/testing.md lists them). Delays are on the device's stream for CUDA, in the caller otherwise.
+[[nodiscard]] StepScope delay_steps(const std::string& name, std::chrono::milliseconds duration,
+                                    c10::Device device = c10::kCPU);
+/// Throws c10::Error(message) instead.
+[[nodiscard]] StepScope fail_step(const std::string& name, std::size_t n, const std::string& message);
+[[nodiscard]] StepScope drop_steps(const std::string& name);
+[[nodiscard]] StepScope replace_steps(const std::string& name, StepInterposer instead);
 
 /// Shows `check` the output of every reduce-scatter before it runs: dtype, size and device can be asserted. A call
 /// without an output is an error.

@@ -14,10 +14,6 @@ std::string label(const Event& event) {
   return event.unit.empty() ? event.kind : str(event.kind, "(", event.unit, ")");
 }
 
-bool matches(const Event& event, const std::string& name) {
-  return event.kind == name || label(event) == name;
-}
-
 std::string list(const std::vector<Event>& events) {
   std::ostringstream out;
   for (const auto& event : events) out << "  " << event.order << " " << event.state << " " << label(event) << "\n";
@@ -26,12 +22,16 @@ std::string list(const std::vector<Event>& events) {
 
 std::optional<std::size_t> position(const std::vector<Event>& events, const std::string& name, std::size_t from = 0) {
   for (std::size_t i = from; i < events.size(); ++i) {
-    if (matches(events[i], name)) return i;
+    if (is_named(events[i], name)) return i;
   }
   return std::nullopt;
 }
 
 }  // namespace
+
+bool is_named(const Event& event, const std::string& name) {
+  return event.kind == name || label(event) == name;
+}
 
 void Recorder::on_event(const Event& event) {
   const std::lock_guard lock(mutex_);
@@ -61,7 +61,7 @@ void expect_exact_order(const std::vector<Event>& events, const std::vector<std:
   for (std::size_t i = 0; i < longest; ++i) {
     const auto expected = i < names.size() ? names[i] : "(nothing)";
     const auto found = i < events.size() ? label(events[i]) : "(nothing)";
-    const bool is_same = i < names.size() && i < events.size() && matches(events[i], names[i]);
+    const bool is_same = i < names.size() && i < events.size() && is_named(events[i], names[i]);
     is_equal = is_equal && is_same;
     if (is_same) {
       diff << "    " << found << "\n";
@@ -86,7 +86,7 @@ void expect_subset_order(const std::vector<Event>& events, const std::vector<std
 
 void expect_count(const std::vector<Event>& events, const std::string& name, std::size_t count) {
   const auto found = static_cast<std::size_t>(
-      std::count_if(events.begin(), events.end(), [&](const Event& event) { return matches(event, name); }));
+      std::count_if(events.begin(), events.end(), [&](const Event& event) { return is_named(event, name); }));
   if (found != count) {
     throw CheckFailure(str("expected '", name, "' ", count, " times, found ", found, ". Events:\n", list(events)));
   }

@@ -26,6 +26,8 @@ class Recorder : public Observer {
 };
 
 /// Names an event in a check: "all_reduce", or "all_reduce(bucket 0)" to ask for the unit as well.
+bool is_named(const Event& event, const std::string& name);
+
 /// The checks below throw CheckFailure with both sequences, differences marked.
 
 /// The events are exactly these, in this order.
