@@ -1,7 +1,5 @@
 #include "lockstep/testing/fsdp/delay_models.h"
 
-#include <optional>
-
 #include "lockstep/testing/delay.h"
 #include "lockstep/testing/interpose.h"
 
@@ -12,14 +10,20 @@ ModuleWithDelay::ModuleWithDelay(std::shared_ptr<FsdpTestModel> inner, ModelDela
 
 at::Tensor ModuleWithDelay::get_loss(const std::vector<at::Tensor>& input, const at::Tensor& output) {
   auto loss = module->get_loss(input, output);
-  if (delays_.after_loss.count() > 0) device_sleep(delays_.after_loss, loss.device());
+  device_sleep(delays_.after_loss, loss.device());
   return loss;
 }
 
+at::Tensor ModuleWithDelay::forward(const std::vector<at::Tensor>& input) {
+  const auto late = delay_steps("reshard", delays_.before_reshard, compute_device());
+  return module->forward(input);
+}
+
 void ModuleWithDelay::run_backward(const at::Tensor& loss) {
-  if (delays_.before_reduction.count() == 0) return module->run_backward(loss);
-  const auto late = delay_calls(CallKind::kReduceScatterSingle, delays_.before_reduction);
+  const auto late_reduction = delay_calls(CallKind::kReduceScatterSingle, delays_.before_reduction);
+  const auto late_reshard = delay_steps("reshard", delays_.before_reshard, compute_device());
   module->run_backward(loss);
+  device_sleep(delays_.before_step, compute_device());
 }
 
 }  // namespace lockstep::testing

@@ -23,6 +23,10 @@ struct ModelDelays {
   std::chrono::milliseconds after_loss = std::chrono::milliseconds(0);
   /// Before every reduce-scatter of run_backward().
   std::chrono::milliseconds before_reduction = std::chrono::milliseconds(0);
+  /// Before every unit is freed, in forward() and run_backward().
+  std::chrono::milliseconds before_reshard = std::chrono::milliseconds(0);
+  /// Between run_backward() and the optimizer.
+  std::chrono::milliseconds before_step = std::chrono::milliseconds(0);
 };
 
 /// Any model, with delays: on the device's stream where it has one.
@@ -38,7 +42,7 @@ class ModuleWithDelay : public FsdpTestModel {
   }
 
   std::vector<at::Tensor> get_input(c10::Device device) override { return module->get_input(device); }
-  at::Tensor forward(const std::vector<at::Tensor>& input) override { return module->forward(input); }
+  at::Tensor forward(const std::vector<at::Tensor>& input) override;
   at::Tensor get_loss(const std::vector<at::Tensor>& input, const at::Tensor& output) override;
   void run_backward(const at::Tensor& loss) override;
 

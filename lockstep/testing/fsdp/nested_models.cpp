@@ -10,6 +10,7 @@
 #include "lockstep/comm/collectives.h"
 #include "lockstep/fsdp/policies.h"
 #include "lockstep/testing/delay.h"
+#include "lockstep/testing/interpose.h"
 
 namespace lockstep::testing {
 
@@ -137,13 +138,11 @@ std::shared_ptr<MixtureOfExperts> MixtureOfExperts::init(const TestGroups& group
 }
 
 at::Tensor MixtureOfExperts::forward(const std::vector<at::Tensor>& input) {
-  auto output = input.at(0);
-  for (std::size_t i = 0; i < module->size(); ++i) {
-    output = module->forward_link(i, output);
-    // The expert is freed when the layer behind it begins.
-    if (i == 2 && delay_before_free_.count() > 0) device_sleep(delay_before_free_, output.device());
-  }
-  return output;
+  const auto late = replace_steps("reshard", [&](const Event& step, const std::function<void()>& next) {
+    if (step.unit.ends_with("module.2")) device_sleep(delay_before_free_, compute_device());
+    next();
+  });
+  return module->forward(input.at(0));
 }
 
 void MixtureOfExperts::run_backward(const at::Tensor& loss) {

@@ -55,7 +55,10 @@ c10::Device compute_device() {
 }
 
 FullyShardOptions with_mesh(FullyShardOptions options, const TestGroups& groups) {
-  if (!options.mesh) options.mesh = groups.mesh();
+  const bool is_hybrid = options.sharding_strategy == ShardingStrategy::kHybridShard ||
+                         options.sharding_strategy == ShardingStrategy::kHybridShardZero2;
+  const bool is_left_to_library = is_hybrid && !groups.replicate;
+  if (!options.mesh && !is_left_to_library) options.mesh = groups.mesh();
   return options;
 }
 

@@ -67,7 +67,8 @@ class FsdpTestModel : public torch::nn::Module {
 /// Where this rank computes.
 c10::Device compute_device();
 
-/// The options with a mesh over the groups, if they have none.
+/// The options with a mesh over the groups, if they have none; a hybrid strategy over one group is left to the library,
+/// which makes a mesh of the hosts (shard_by_policy()).
 FullyShardOptions with_mesh(FullyShardOptions options, const TestGroups& groups);
 
 /// Moves the module in place if told to.

@@ -5,6 +5,11 @@
 #include "lockstep/comm/values.h"
 #include "lockstep/fsdp/state_dict.h"
 #include "lockstep/testing/delay.h"
+#include "lockstep/testing/fsdp/delay_models.h"
+#include "lockstep/testing/fsdp/parity.h"
+#include "lockstep/testing/fsdp/states.h"
+#include "lockstep/testing/fsdp/transformer.h"
+#include "lockstep/testing/interpose.h"
 #include "tests/support/fsdp_models.h"
 
 namespace lockstep::fsdp_cuda_test {
@@ -113,6 +118,70 @@ TEST_F(FsdpOnGpu, AnOffloadedModelCannotBeMovedToTheDevice) {
     sharded(model, options);
     model->to(world.device());
     expect_error([&] { loss_on_gpu(model, world, 0); }, {"'table.weight'", "cuda", "keep shards on the host"});
+  });
+}
+
+// FSDP-58, TEST-60: nobody but the library waits for gradients on their way to the host.
+TEST_F(FsdpOnGpu, GradientsOnTheirWayToTheHostAreAwaited) {
+  on_gpu([](const World& world) {
+    auto model = net();
+    auto options = options_of(world);
+    options.offload_policy = CPUOffloadPolicy{.pin_memory = true};
+    sharded(model, options);
+    const auto gradients_of_step = [&](bool waits) {
+      for (const auto& shard : model->parameters()) {
+        // Pinned memory is used again: what it held must not look like a gradient.
+        if (shard.grad().defined()) shard.mutable_grad().fill_(NAN);
+        shard.mutable_grad().reset();
+      }
+      const auto late = testing::delay_steps("hand_out", std::chrono::milliseconds(50), world.device());
+      const auto wait = waits ? testing::delay_steps("finish_copies", std::chrono::milliseconds(0))
+                              : testing::drop_steps("finish_copies");
+      loss_on_gpu(model, world, 0).backward();
+      std::vector<at::Tensor> gradients;
+      for (const auto& shard : model->parameters()) gradients.push_back(shard.grad().clone());
+      at::ones({1}, world.device()).item<float>();  // the copies are over before their memory is used again
+      return gradients;
+    };
+    const auto expected = gradients_of_step(true);
+    const auto again = gradients_of_step(true);
+    const auto early = gradients_of_step(false);
+    bool is_missed = false;
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      EXPECT_TRUE(at::allclose(again[i], expected[i], 1e-5, 1e-7));
+      is_missed = is_missed || !at::allclose(early[i], expected[i], 1e-5, 1e-7);
+    }
+    EXPECT_TRUE(is_missed) << "without the wait the gradients must not be there yet";
+  });
+}
+
+// TEST-28, TEST-38, TEST-44, TEST-46, TEST-49: the kit on a device. One rank has NCCL, and so computes there.
+TEST_F(FsdpOnGpu, KitKnowsDeviceModesAndOffload) {
+  using namespace testing;
+  run_threads_in_gtest({.world_size = 1, .backend = "nccl"}, [](const World& world) {
+    ASSERT_TRUE(compute_device().is_cuda());
+    for (const auto mode : {DeviceInitMode::kBefore, DeviceInitMode::kAfter, DeviceInitMode::kNever}) {
+      const auto whole = NestedWrappedModule::init(world.group(), {.device_init_mode = mode});
+      EXPECT_EQ(whole->parameters()[0].is_cuda(), mode != DeviceInitMode::kNever);
+      for (const bool offloads : {false, true}) {
+        ParityOptions options{.device_init_mode = mode, .fsdp = {.force_sharding = true}};
+        if (offloads) options.fsdp.offload_policy = CPUOffloadPolicy{};
+        // Offloaded ones that are moved afterwards fail at their first forward, which this expects.
+        test_fsdp_parity<NestedWrappedModule>(world.group(), options);
+        test_fsdp_parity<TransformerWithSharedParams>(world.group(), options);
+      }
+    }
+    const MixedPrecisionPolicy low{.param_dtype = at::kHalf};
+    test_fsdp_parity<NestedWrappedModule>(world.group(), {.fsdp = {.mp_policy = low, .force_sharding = true}});
+    test_fsdp_parity<NestedWrappedModule>(world.group(), {.fsdp = {.force_sharding = true}, .use_pure_fp16 = true});
+    FullyShardOptions fsdp{.offload_policy = CPUOffloadPolicy{}, .force_sharding = true};
+    const auto model = NestedWrappedModule::init(
+        world.group(), {.fsdp_init_mode = FsdpInitMode::kRecursive, .fsdp = fsdp, .deterministic = true});
+    fully_shard(*model, with_mesh(fsdp, world.group()));
+    for (const auto& parameter : model->parameters()) EXPECT_TRUE(parameter.is_cpu());
+    for (const auto& [name, tensor] : get_full_params(*model)) EXPECT_TRUE(tensor.is_cuda()) << name;
+    zero_model(*model);
+    for (const auto& parameter : model->parameters()) EXPECT_TRUE(parameter.is_cpu() && !parameter.any().item<bool>());
   });
 }
 

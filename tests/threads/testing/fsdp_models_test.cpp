@@ -130,6 +130,17 @@ LOCKSTEP_THREAD_TEST(FsdpModels, TransformerHasTiesBuffersAndUnits, 4) {
   EXPECT_EQ(unit_of(*hybrid)->options().mesh->shape(), mesh.shape());
   EXPECT_TRUE(hybrid->get_loss(inputs, hybrid->forward(inputs)).equal(whole->get_loss(inputs, whole->forward(inputs))));
 
+  // With one group the library makes the mesh: ranks of one host are one replica.
+  for (const auto strategy : {ShardingStrategy::kHybridShard, ShardingStrategy::kHybridShardZero2}) {
+    auto options = recursive();
+    options.fsdp.sharding_strategy = strategy;
+    const auto by_hosts = TransformerWithSharedParams::init(world.group(), options);
+    EXPECT_EQ(unit_of(*by_hosts)->options().mesh->shape(), (std::vector<int64_t>{1, 4}));
+    EXPECT_TRUE(
+        by_hosts->get_loss(inputs, by_hosts->forward(inputs)).equal(whole->get_loss(inputs, whole->forward(inputs))));
+    expect_error([&] { NestedWrappedModule::init(world.group(), options); }, {"needs a mesh of two named axes"});
+  }
+
   const auto plain = TransformerWithSharedParams::init(world.group(), {.deterministic = true});
   auto ignoring = on(world);
   ignoring.ignored_modules = plain->get_ignored_modules();

@@ -1,10 +1,12 @@
 // The kit's helpers and loops for sharded training, and that a broken library does not get past them.
+#include "lockstep/nn/module_access.h"
 #include "lockstep/testing/fsdp/delay_models.h"
 #include "lockstep/testing/fsdp/parity.h"
 #include "lockstep/testing/fsdp/small_models.h"
 #include "lockstep/testing/fsdp/states.h"
 #include "lockstep/testing/fsdp/transformer.h"
 #include "lockstep/testing/interpose.h"
+#include "lockstep/testing/recorder.h"
 
 namespace lockstep::fsdp_parity_test {
 
@@ -39,7 +41,9 @@ LOCKSTEP_THREAD_TEST(FsdpStates, AreZeroedAndGathered, 2) {
   const auto whole = NestedWrappedModule::init(world.group(), {.deterministic = true});
   const auto expected = whole->named_parameters();
   for (const bool summons : {false, true}) {
-    const auto model = sharded_model(world);
+    // Once with shards that are to be on the host: there they are anyway here. FsdpOnGpu has a device.
+    const auto model =
+        sharded_model(world, summons ? FullyShardOptions{.offload_policy = CPUOffloadPolicy{}} : FullyShardOptions{});
     auto params = get_full_params(*model);
     EXPECT_EQ(params.size(), expected.size());
     for (const auto& item : expected) check_parameter(item.key(), params.at(item.key()), item.value());
@@ -172,6 +176,102 @@ TEST(FsdpParity, HoldsUnderEveryOption) {
   });
 }
 
+// TEST-28, TEST-49: a model that computes on the host is where it shall be in every mode, so nothing fails.
+TEST(FsdpParity, HoldsInEveryDeviceMode) {
+  for (const auto mode : {DeviceInitMode::kBefore, DeviceInitMode::kAfter, DeviceInitMode::kNever}) {
+    for (const bool offloads : {false, true}) {
+      run_threads_in_gtest({.world_size = 2}, [&](const World& world) {
+        ParityOptions options{.device_init_mode = mode};
+        if (offloads) options.fsdp.offload_policy = CPUOffloadPolicy{.pin_memory = false};
+        test_fsdp_parity<NestedWrappedModule>(world.group(), options);
+        test_fsdp_parity<TransformerWithSharedParams>(world.group(), options);
+        test_fsdp_parity<NestedWrappedModuleWithDelay>(world.group(), options, ModelDelays{});
+      });
+    }
+  }
+}
+
+// TEST-46: what a parity test does if it is told nothing.
+TEST(FsdpParity, HasTheseDefaults) {
+  const ParityOptions options;
+  EXPECT_EQ(options.fsdp_init_mode, FsdpInitMode::kRecursive);
+  EXPECT_EQ(options.device_init_mode, DeviceInitMode::kBefore);
+  EXPECT_EQ(options.num_iters, 2);
+  EXPECT_TRUE(options.save_model);
+  EXPECT_FALSE(options.ref_init_fn);
+  EXPECT_FALSE(options.enable_grad_scaler);
+  EXPECT_FALSE(options.use_pure_fp16);
+  EXPECT_EQ(options.tolerance, 0);
+  EXPECT_FALSE(options.fsdp.offload_policy);
+  EXPECT_FALSE(options.fsdp.sharding_strategy);
+  EXPECT_FALSE(options.fsdp.mp_policy.param_dtype);
+  // As fully_shard() has them, not as Python's older wrapper: "flat" and "no prefetch" are option sets of their own.
+  EXPECT_TRUE(options.fsdp.use_orig_params);
+  EXPECT_TRUE(options.fsdp.forward_prefetch);
+  // The reference is DDP, with two iterations on one batch each.
+  run_threads_in_gtest({.world_size = 2}, [](const World& world) {
+    Recorder recorder;
+    test_fsdp_parity<NestedWrappedModule>(world.group());
+    expect_count(recorder.events("launch"), "bucket(bucket 0)", 2);
+    expect_count(recorder.events("backward"), "post_backward(module.2)", 2);
+  });
+}
+
+/// A model that goes wrong where the loop looks.
+struct Wrong {
+  bool moves_parameter = false;  // away from the host, behind backward
+  std::optional<at::ScalarType> loss_dtype = std::nullopt;
+};
+class WrongModel final : public NestedWrappedModule {
+ public:
+  WrongModel(const GroupPtr& group, const Wrong& wrong) : NestedWrappedModule(group, true), wrong_(wrong) {}
+  at::Tensor get_loss(const std::vector<at::Tensor>& input, const at::Tensor& output) override {
+    const auto loss = NestedWrappedModule::get_loss(input, output);
+    return wrong_.loss_dtype ? loss.to(*wrong_.loss_dtype) : loss;
+  }
+  void run_backward(const at::Tensor& loss) override {
+    loss.backward();
+    if (!wrong_.moves_parameter) return;
+    lockstep::detail::ModuleAccess::parameters_of(module->at(0))["bias"] = at::empty({4}, at::TensorOptions(at::kMeta));
+  }
+
+ private:
+  const Wrong wrong_;
+};
+
+// TEST-44: the loop does check what it says it checks.
+LOCKSTEP_THREAD_TEST(FsdpParity, LoopChecksDevicesAndDtypes, 2) {
+  const auto trains = [&](const Wrong& wrong, const TrainOptions& training, FullyShardOptions fsdp) {
+    const auto model = std::make_shared<WrongModel>(world.group(), wrong);
+    fsdp = with_mesh(fsdp, world.group());
+    if (training.use_pure_fp16) model->to(at::kHalf);
+    fully_shard(*model, fsdp);
+    train_for_several_steps(*model, 1, training);
+  };
+  const FullyShardOptions offloaded{.offload_policy = CPUOffloadPolicy{.pin_memory = false}};
+  trains({}, {}, offloaded);
+  expect_error([&] { trains({.moves_parameter = true}, {}, offloaded); },
+               {"parameter 'module.0.bias' is on meta after backward; it should be in host memory"});
+  expect_error([&] { trains({.loss_dtype = at::kDouble}, {}, {}); }, {"the loss is Double, expected Float"});
+  trains({}, {.use_pure_fp16 = true}, {});
+  expect_error([&] { trains({.loss_dtype = at::kFloat}, {.use_pure_fp16 = true}, {}); },
+               {"the loss is Float, expected Half"});
+  const MixedPrecisionPolicy low{.param_dtype = at::kBFloat16};
+  trains({}, {.mixed_precision = low}, {.mp_policy = low});
+  expect_error([&] { trains({.loss_dtype = at::kFloat}, {.mixed_precision = low}, {.mp_policy = low}); },
+               {"the loss is Float, expected BFloat16"});
+  // The reference of such a run, which is not sharded: float, or what autocast on the host gives.
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {
+    WrongModel model(world.group(), {.loss_dtype = dtype});
+    const auto train = [&] { train_for_several_steps(model, 1, {.autocast = true, .mixed_precision = low}); };
+    if (dtype == at::kDouble) {
+      expect_error(train, {"the loss is Double, expected BFloat16"});
+    } else {
+      train();
+    }
+  }
+}
+
 // TEST-30, TEST-46
 LOCKSTEP_THREAD_TEST(FsdpParity, HoldsOnAMesh, 4) {
   const auto mesh = init_device_mesh("cpu", {2, 2}, {.mesh_dim_names = {"replicate", "shard"}});
@@ -183,6 +283,9 @@ LOCKSTEP_THREAD_TEST(FsdpParity, HoldsOnAMesh, 4) {
                                         {.fsdp = {.sharding_strategy = ShardingStrategy::kNoShard}, .tolerance = 1e-6});
   test_fsdp_parity<NestedWrappedModule>(world.group(), {.fsdp = {.mesh = mesh}, .tolerance = 1e-6});
   test_fsdp_parity<TransformerWithSharedParams>(world.group(), {.fsdp = {.mesh = mesh}, .tolerance = 1e-6});
+  // One group, and a mesh that the library makes.
+  test_fsdp_parity<TransformerWithSharedParams>(
+      world.group(), {.fsdp = {.sharding_strategy = ShardingStrategy::kHybridShard}, .tolerance = 1e-6});
 }
 
 // TEST-43, TEST-44, TEST-45
