@@ -15,17 +15,23 @@
 
 namespace lockstep::oracle {
 
-/// `script` is a path below tests/oracle that takes the result's path, and maybe another argument. None if there is no
-/// Python to run it here.
-inline c10::IValue run_reference(const std::string& script, const std::string& argument = "") {
+/// `script` is a path below tests/oracle that takes the path of the file it writes, and maybe another argument. False
+/// if there is no Python to run it here.
+inline bool run_script(const std::string& script, const std::string& file, const std::string& argument = "") {
   const char* python = std::getenv("LOCKSTEP_PYTHON");
   const char* source_dir = std::getenv("LOCKSTEP_SOURCE_DIR");
-  if (python == nullptr || *python == '\0' || source_dir == nullptr) return {};
-  const testing::TempDir folder;
-  const auto file = folder.file("reference");
+  if (python == nullptr || *python == '\0' || source_dir == nullptr) return false;
   const auto command = str("'", python, "' '", source_dir, "/tests/oracle/", script, "' '", file, "'",
                            argument.empty() ? "" : str(" '", argument, "'"));
   TORCH_CHECK(std::system(command.c_str()) == 0, "the reference script ", script, " failed");
+  return true;
+}
+
+/// What such a script has saved; None if there is no Python.
+inline c10::IValue run_reference(const std::string& script, const std::string& argument = "") {
+  const testing::TempDir folder;
+  const auto file = folder.file("reference");
+  if (!run_script(script, file, argument)) return {};
   std::ifstream in(file, std::ios::binary);
   return torch::jit::pickle_load({std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()});
 }
