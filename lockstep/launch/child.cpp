@@ -152,7 +152,8 @@ ssize_t receive(int fd, GuardianReport& report, int flags) {
     const ssize_t bytes = ::recv(fd, &report, sizeof(report), flags);
     if (bytes >= 0) return bytes;
     if (errno == EAGAIN) return -1;
-    if (errno != EINTR) return 0;
+    // Reset: it ended before it had read an order. What it reported comes behind the error.
+    if (errno != EINTR && errno != ECONNRESET) return 0;
   }
 }
 

@@ -231,13 +231,34 @@ TEST(Child, CanSignalTheProgramWithoutItsHelpers) {
   EXPECT_EQ(finish(child), "ready\nhelper lives\n");
 }
 
+/// What stands behind the name in a process's stat file: its state, its parent, …
+std::string stat_of(pid_t process) {
+  const std::string stat = testing_internal::read_file(str("/proc/", process, "/stat"));
+  return stat.substr(stat.rfind(')') + 2);
+}
+
+pid_t guardian_of(const Child& child) {
+  return std::stoi(stat_of(child.pid()).substr(2));
+}
+
+// The guardian ends with the program, and an order that comes in between stays unread.
+TEST(Child, ReportsItsExitCodeIfItIsSignalledWhileItEnds) {
+  Child child(shell("sleep 0.1; exit 3"));
+  const pid_t guardian = guardian_of(child);
+  ::kill(guardian, SIGSTOP);
+  EXPECT_TRUE(eventually([&] { return stat_of(child.pid())[0] == 'Z'; }));
+  child.kill(SIGTERM);
+  ::kill(guardian, SIGCONT);
+  finish(child);
+  EXPECT_EQ(child.exit_status()->describe(), "exit code 3");
+}
+
 TEST(Child, DiesWithItsGuardian) {
   const Mark mark;
   auto options = shell("sleep 1000");
   options.environment = {{mark.name(), "1"}};
   Child child(options);
-  const std::string stat = testing_internal::read_file(str("/proc/", child.pid(), "/stat"));
-  const pid_t guardian = std::stoi(stat.substr(stat.rfind(')') + 4));
+  const pid_t guardian = guardian_of(child);
   ASSERT_EQ(testing_internal::read_file(str("/proc/", guardian, "/comm")), "lockstep-guard\n");
   ::kill(guardian, SIGKILL);
   EXPECT_TRUE(child.wait_until_gone(kPatience));
