@@ -104,8 +104,9 @@ RankOutcome outcome_of(const RankResult& rank, bool was_alive_at_timeout, std::o
   if (rank.status.ok()) return {RankOutcome::Kind::kFailed, "it ended with code 0, but did not finish the test's body"};
   if (rank.status.code && is_skip_code(*rank.status.code)) return {RankOutcome::Kind::kSkipped, text};
   return {RankOutcome::Kind::kFailed,
-          is_plain_failure ? text
-                           : str(rank.status.describe(), "\n", text, "\nlast lines:\n", join(rank.last_lines, "\n"))};
+          is_plain_failure && text != kForeignException
+              ? text
+              : str(rank.status.describe(), "\n", text, "\nlast lines:\n", join(rank.last_lines, "\n"))};
 }
 
 RunReport report_of(const JobResult& job, const RunOptions& options) {

@@ -83,7 +83,7 @@ RankOutcome run_guarded(const std::function<void()>& body, std::optional<int>* s
   } catch (const std::exception& error) {
     return {RankOutcome::Kind::kFailed, str(error.what(), "\n", event_tail().text())};
   } catch (...) {
-    return {RankOutcome::Kind::kFailed, "an exception that is no std::exception"};
+    return {RankOutcome::Kind::kFailed, kForeignException};
   }
 }
 

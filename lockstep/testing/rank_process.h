@@ -14,6 +14,8 @@ inline constexpr char kWorldSizeVariable[] = "LOCKSTEP_TEST_WORLD_SIZE";
 inline constexpr char kStoreVariable[] = "LOCKSTEP_TEST_STORE";
 /// What a rank sends when it passed: an exit code of 0 alone may mean that the body never ran.
 inline constexpr char kPassedMark[] = "--passed--";
+/// The text of what is thrown without one. Frameworks whose assertions throw such print what failed themselves.
+inline constexpr char kForeignException[] = "an exception that is no std::exception";
 /// Separates a rank's error text from where it was when it was stopped.
 inline constexpr char kStoppedMark[] = "\n--stopped--\n";
 
