@@ -2,17 +2,61 @@
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/saved_variable_hooks.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <atomic>
-#include <memory>
 #include <mutex>
+#include <string_view>
+#include <type_traits>
 #include <utility>
 
 #include "lockstep/nn/gradient_hooks.h"
 
 namespace lockstep::detail {
+
+// Threads of autograd may hold it longer than the scope lives.
+struct SavingFrame : c10::DebugInfoBase, std::enable_shared_from_this<SavingFrame> {
+  std::shared_ptr<SavingRule> rule;
+  std::shared_ptr<SavingFrame> outer;
+  std::atomic<bool> is_open = true;
+};
+
 namespace {
+
+constexpr int kNotRecomputing = -2;  // -1 is what libtorch calls no backward
+thread_local int recomputed_task = kNotRecomputing;
+thread_local std::vector<Reenter> scopes_around_forward;
+
+constexpr std::string_view kSavingName = "LOCKSTEP_SAVED_TENSORS";
+
+// A kind is a number up to torch 2.12 and the address of a name from then on.
+template <class Kind>
+Kind make_saving_kind() {
+  if constexpr (std::is_enum_v<Kind>) {
+    constexpr int kOurs = 0x6d;  // far from libtorch's own, beside intercept's
+    return static_cast<Kind>(kOurs);
+  } else {
+    return Kind(&kSavingName);
+  }
+}
+
+c10::DebugInfoKind saving_kind() {
+  static const auto kind = make_saving_kind<c10::DebugInfoKind>();
+  return kind;
+}
+
+SavingFrame* innermost_frame() {
+  auto* frame = static_cast<SavingFrame*>(c10::ThreadLocalDebugInfo::get(saving_kind()));
+  while (frame != nullptr && !frame->is_open) frame = frame->outer.get();
+  return frame;
+}
+
+std::shared_ptr<SavingFrame> make_saving_frame(std::shared_ptr<SavingRule> rule) {
+  auto frame = std::make_shared<SavingFrame>();
+  frame->rule = std::move(rule);
+  if (auto* outer = innermost_frame()) frame->outer = outer->shared_from_this();
+  return frame;
+}
 
 using torch::autograd::Engine;
 using torch::autograd::SavedVariableHooks;
@@ -59,22 +103,28 @@ class SavingEngine final : public Engine {
   }
 
   std::unique_ptr<SavedVariableHooks> get_default_saved_variable_hooks() override {
+    if (auto* frame = innermost_frame()) return frame->rule->hooks();
     if (auto hooks = inner_.load()->get_default_saved_variable_hooks()) return hooks;
-    return std::make_unique<SavedContent>();
+    return contents_ > 0 ? std::make_unique<SavedContent>() : nullptr;
   }
 
   void enter() {
     const std::lock_guard lock(mutex_);
-    if (scopes_++ > 0) return;
-    inner_ = &get_default_engine();
+    ++scopes_;
+    // Another one may have taken our place: Python's torch, imported meanwhile.
+    auto& current = get_default_engine();
+    if (&current == this) return;
+    inner_ = &current;
     torch::autograd::set_default_engine_stub([]() -> Engine& { return instance(); });
   }
 
   void leave() {
     const std::lock_guard lock(mutex_);
-    if (--scopes_ > 0) return;
+    if (--scopes_ > 0 || &get_default_engine() != this) return;
     torch::autograd::set_default_engine_stub([]() -> Engine& { return *instance().inner_.load(); });
   }
+
+  void add_contents(int count) { contents_ += count; }
 
   static SavingEngine& instance() {
     // Never destroyed: a backward at exit may still come through it.
@@ -84,18 +134,53 @@ class SavingEngine final : public Engine {
 
  private:
   std::atomic<Engine*> inner_ = nullptr;
+  std::atomic<int> contents_ = 0;  // scopes that want contents
   std::mutex mutex_;
   int scopes_ = 0;  // guarded by mutex_
 };
 
 }  // namespace
 
+EnterSaving::EnterSaving(std::shared_ptr<SavingRule> rule)
+    : frame_(make_saving_frame(std::move(rule))), carried_(saving_kind(), frame_) {
+  SavingEngine::instance().enter();
+}
+
+EnterSaving::~EnterSaving() {
+  frame_->is_open = false;
+  SavingEngine::instance().leave();
+}
+
 SavesContents::SavesContents() {
+  SavingEngine::instance().add_contents(1);
   SavingEngine::instance().enter();
 }
 
 SavesContents::~SavesContents() {
   SavingEngine::instance().leave();
+  SavingEngine::instance().add_contents(-1);
+}
+
+bool is_recomputing() {
+  return recomputed_task != kNotRecomputing && recomputed_task == torch::autograd::get_current_graph_task_id();
+}
+
+Recomputing::Recomputing() : outer_(std::exchange(recomputed_task, torch::autograd::get_current_graph_task_id())) {}
+
+Recomputing::~Recomputing() {
+  recomputed_task = outer_;
+}
+
+AroundForward::AroundForward(Reenter reenter) {
+  scopes_around_forward.push_back(std::move(reenter));
+}
+
+AroundForward::~AroundForward() {
+  scopes_around_forward.pop_back();
+}
+
+const std::vector<Reenter>& around_forward() {
+  return scopes_around_forward;
 }
 
 }  // namespace lockstep::detail
