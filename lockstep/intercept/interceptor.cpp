@@ -49,15 +49,19 @@ class ToldOwners {
     });
   }
   ~ToldOwners() {
+    const c10::impl::ExcludeDispatchKeyGuard excluded(kKernelKey);
     for (auto i = told_; i > 0; --i) owners_[i - 1].owner->after_operator(call_);
   }
   ToldOwners(const ToldOwners&) = delete;
   ToldOwners& operator=(const ToldOwners&) = delete;
 
+  // What owners call is nobody's kernel: they gather in one run of a program, and not in the next.
   void tell() {
+    const c10::impl::ExcludeDispatchKeyGuard excluded(kKernelKey);
     for (; told_ < owners_.size(); ++told_) owners_[told_].owner->before_operator(call_, owners_[told_].touched);
   }
   void tell_results() {
+    const c10::impl::ExcludeDispatchKeyGuard excluded(kKernelKey);
     for (auto i = told_; i > 0; --i) owners_[i - 1].owner->on_result(call_);
   }
 
@@ -93,27 +97,54 @@ void intercept(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
   call.proceed();
 }
 
+/// The fallback below autograd.
+void intercept_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const c10::impl::ExcludeDispatchKeyGuard excluded(kKernelKey);
+  OperatorCall call(op, keys, *stack, OperatorCall::Level::kKernel);
+  call.proceed();
+}
+
+/// Never taken back: tensors that carry the key may outlive everything that is destroyed at exit.
+template <auto* kFallback>
+void register_fallback(c10::DispatchKey key) {
+  auto library = std::make_unique<torch::Library>(torch::Library::IMPL, "_", key, __FILE__, __LINE__);
+  try {
+    static_cast<void>(library->fallback(torch::CppFunction::makeFromBoxedFunction<kFallback>()));
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(false, "[lockstep/intercept] another library of this process has registered a fallback for the ",
+                "dispatch key ", c10::toString(key), ", and there can be only one: torchdistx, or a second copy of ",
+                "Lockstep (a program and a plugin that each link their own). Load only one of them. libtorch says: ",
+                error.what_without_backtrace());
+  }
+  [[maybe_unused]] const auto* kept = library.release();
+}
+
 bool is_composite(const c10::OperatorHandle& op) {
   return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
 }
 
 }  // namespace
 
-OperatorCall::OperatorCall(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack& stack)
+OperatorCall::OperatorCall(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack& stack,
+                           Level level)
     : op_(op),
       schema_(op.schema()),
       keys_(keys),
       stack_(stack),
       argument_count_(schema_.arguments().size()),
       base_(stack.size() - argument_count_),
+      level_(level),
       depth_(current_depth),
       next_frame_(detail::innermost_scope()) {
-  if (has_open_leaf_scope(next_frame_.get())) is_leaf_ = !is_composite(op) && find_rule(*this) == nullptr;
+  if (level_ == Level::kOperator && has_open_leaf_scope(next_frame_.get()))
+    is_leaf_ = !is_composite(op) && find_rule(*this) == nullptr;
 }
 
 bool OperatorCall::next_scope_sees_it(const detail::ScopeFrame& frame) const {
-  if (!frame.is_open) return false;
-  return frame.scope->sees() == OperatorScope::Sees::kLeaves ? is_leaf_ : depth_ == 0;
+  const auto sees = frame.scope->sees();
+  if (!frame.is_open || (sees == OperatorScope::Sees::kKernels) != (level_ == Level::kKernel)) return false;
+  if (level_ == Level::kKernel) return true;
+  return sees == OperatorScope::Sees::kLeaves ? is_leaf_ : depth_ == 0;
 }
 
 void OperatorCall::proceed() {
@@ -125,6 +156,7 @@ void OperatorCall::proceed() {
     check_answered("scope");
     return;
   }
+  if (level_ == Level::kKernel) return run_kernel();
   // A rule that has been asked goes on with other arguments, which may have another rule.
   if (auto* rule = find_rule(*this); rule != nullptr && rule != asked_rule_) return run_rule(*rule);
   if (!is_leaf_ && is_composite(op_)) return run_composite();
@@ -141,6 +173,11 @@ void OperatorCall::replace(torch::jit::Stack results) {
 void OperatorCall::check_answered(const char* who) const {
   TORCH_INTERNAL_ASSERT(is_answered_, "[lockstep/intercept] ", name(), ": a ", who,
                         " neither went on nor answered. It must call proceed() or replace().");
+}
+
+void OperatorCall::run_kernel() {
+  is_answered_ = true;
+  op_.redispatchBoxed(keys_ & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKernelKey), &stack_);
 }
 
 void OperatorCall::run_rule(TensorRule& rule) {
@@ -174,18 +211,15 @@ void OperatorCall::run_owned() {
 
 void install_interceptor() {
   static const bool is_installed = [] {
-    // Never taken back: tensors that carry the key may outlive everything that is destroyed at exit.
-    auto library = std::make_unique<torch::Library>(torch::Library::IMPL, "_", kInterceptKey, __FILE__, __LINE__);
-    try {
-      static_cast<void>(library->fallback(torch::CppFunction::makeFromBoxedFunction<&intercept>()));
-    } catch (const c10::Error& error) {
-      TORCH_CHECK(false,
-                  "[lockstep/intercept] another library of this process has registered a fallback for the dispatch key "
-                  "DeferredInit, and there can be only one: torchdistx, or a second copy of Lockstep (a program and a "
-                  "plugin that each link their own). Load only one of them. libtorch says: ",
-                  error.what_without_backtrace());
-    }
-    [[maybe_unused]] const auto* kept = library.release();
+    register_fallback<&intercept>(kInterceptKey);
+    return true;
+  }();
+  static_cast<void>(is_installed);
+}
+
+void install_kernel_interceptor() {
+  static const bool is_installed = [] {
+    register_fallback<&intercept_kernel>(kKernelKey);
     return true;
   }();
   static_cast<void>(is_installed);

@@ -9,10 +9,14 @@
 namespace lockstep {
 
 inline constexpr auto kInterceptKey = c10::DispatchKey::DeferredInit;
+/// The twin below autograd, for scopes that want to see kernels. Tensors never carry it.
+inline constexpr auto kKernelKey = c10::DispatchKey::Fake;
 
 /// Registers the fallback, once per process. Whatever puts the key somewhere calls it first. Refuses if another library
 /// of this process has registered one.
 void install_interceptor();
+/// The same for kKernelKey.
+void install_kernel_interceptor();
 
 /// Makes operators that get `tensor` pass through the interceptor. Its views and detached copies inherit the mark,
 /// tensors computed from it do not. The mark alone changes nothing; a rule or an owner does.

@@ -20,7 +20,11 @@ class TensorRule;
 
 class OperatorCall {
  public:
-  OperatorCall(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack& stack);
+  /// Where an operator is on its way: above autograd, or below it.
+  enum class Level { kOperator, kKernel };
+
+  OperatorCall(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack& stack,
+               Level level = Level::kOperator);
   OperatorCall(const OperatorCall&) = delete;
   OperatorCall& operator=(const OperatorCall&) = delete;
 
@@ -46,6 +50,7 @@ class OperatorCall {
   void replace(torch::jit::Stack results);
 
  private:
+  void run_kernel();
   void run_rule(TensorRule& rule);
   void run_composite();
   void run_owned();
@@ -59,6 +64,7 @@ class OperatorCall {
   const std::size_t argument_count_;
   const std::size_t base_;
 
+  const Level level_;
   int depth_;  // how many rules and composite operators it is inside of
   std::shared_ptr<detail::ScopeFrame> next_frame_;
   bool is_leaf_ = true;

@@ -31,7 +31,7 @@ c10::DebugInfoKind our_kind() {
 
 std::shared_ptr<detail::ScopeFrame> make_frame(std::shared_ptr<OperatorScope> scope) {
   TORCH_CHECK(scope, "[lockstep/intercept] EnterScope: there is no scope to enter.");
-  install_interceptor();
+  scope->sees() == OperatorScope::Sees::kKernels ? install_kernel_interceptor() : install_interceptor();
   auto frame = std::make_shared<detail::ScopeFrame>();
   frame->scope = std::move(scope);
   frame->outer = detail::innermost_scope();
@@ -46,12 +46,14 @@ std::shared_ptr<detail::ScopeFrame> detail::innermost_scope() {
 }
 
 EnterScope::EnterScope(std::shared_ptr<OperatorScope> scope)
-    : frame_(make_frame(std::move(scope))), carried_(our_kind(), frame_), included_(kInterceptKey) {}
+    : frame_(make_frame(std::move(scope))),
+      carried_(our_kind(), frame_),
+      included_(frame_->scope->sees() == OperatorScope::Sees::kKernels ? kKernelKey : kInterceptKey) {}
 
 EnterScope::~EnterScope() {
   frame_->is_open = false;
 }
 
-NotIntercepted::NotIntercepted() : excluded_(kInterceptKey) {}
+NotIntercepted::NotIntercepted() : excluded_(c10::DispatchKeySet({kInterceptKey, kKernelKey})) {}
 
 }  // namespace lockstep

@@ -20,7 +20,8 @@ class OperatorScope {
   /// What a scope is shown.
   enum class Sees {
     kProgram,  // what the program calls: aten::linear, and not what it consists of
-    kLeaves    // what runs: the parts of composite operators, and what rules of tensors call
+    kLeaves,   // what runs: the parts of composite operators, and what rules of tensors call
+    kKernels   // the same below autograd, which records whatever the scope answers; not what owners call
   };
 
   explicit OperatorScope(Sees sees) : sees_(sees) {}

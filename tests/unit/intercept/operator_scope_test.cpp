@@ -317,5 +317,34 @@ TEST(InterceptorDeathTest, SaysWhoElseHasTheKey) {
   EXPECT_EXIT(take_key_then_enter(), ::testing::ExitedWithCode(7), "DeferredInit.*only one.*torchdistx");
 }
 
+TEST(OperatorScope, SeesKernelsBelowAutograd) {
+  const auto x = torch::ones({2, 2}).requires_grad_();
+  at::Tensor y;
+  EXPECT_THAT(names_in([&] { y = torch::nn::functional::linear(x, x).relu(); }, OperatorScope::Sees::kKernels),
+              ElementsAre("t", "mm", "relu"));
+  y.sum().backward();
+  EXPECT_TRUE(x.grad().defined());
+  // Both levels at once.
+  const auto kernels = std::make_shared<Listener>(OperatorScope::Sees::kKernels);
+  const EnterScope outer(kernels);
+  EXPECT_THAT(names_in([&] { at::ones({2, 2}).add_(1); }), ElementsAre("ones", "add_"));
+  EXPECT_THAT(kernels->names(), ElementsAre("ones", "add_"));
+}
+
+TEST(OperatorScope, AutogradRecordsWhatAScopeAnswersForAKernel) {
+  struct Answering : OperatorScope {
+    Answering() : OperatorScope(Sees::kKernels) {}
+    void on_operator(OperatorCall& call) override { call.replace({at::full({2}, 5.0)}); }
+  };
+  const auto x = torch::ones({2}).requires_grad_();
+  at::Tensor y;
+  {
+    const EnterScope scope(std::make_shared<Answering>());
+    y = x.exp();
+  }
+  y.sum().backward();
+  EXPECT_TRUE(x.grad().equal(at::full({2}, 5.0)));  // exp's result is its derivative
+}
+
 }  // namespace
 }  // namespace lockstep

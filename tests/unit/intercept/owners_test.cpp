@@ -240,5 +240,22 @@ TEST(Interceptor, LeavesOperatorsWithoutMarkAlone) {
   EXPECT_FALSE(is_marked_intercepted(tensor.add(tensor)));
 }
 
+TEST(StorageOwner, CallsNoKernelsThatScopesSee) {
+  struct Kernels : OperatorScope {
+    Kernels() : OperatorScope(Sees::kKernels) {}
+    void on_operator(OperatorCall& call) override {
+      names.push_back(call.name());
+      call.proceed();
+    }
+    std::vector<std::string> names;
+  };
+  const Owned owned;
+  const auto kernels = std::make_shared<Kernels>();
+  const EnterScope scope(kernels);
+  owned.tensor.exp();
+  EXPECT_THAT(owned.owner->take(), ElementsAre("exp:1", "after exp"));
+  EXPECT_THAT(kernels->names, ElementsAre("aten::exp"));
+}
+
 }  // namespace
 }  // namespace lockstep
