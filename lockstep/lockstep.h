@@ -1,6 +1,9 @@
 // Everything a training program needs. Library code and tests include the parts they use.
 #pragma once
 
+#include "lockstep/checkpointing/checkpoint.h"
+#include "lockstep/checkpointing/checkpointed.h"
+#include "lockstep/checkpointing/saved_tensors_hooks.h"
 #include "lockstep/comm/agreement.h"
 #include "lockstep/comm/barrier.h"
 #include "lockstep/comm/call_label.h"
