@@ -15,6 +15,10 @@ namespace lockstep {
 namespace detail {
 namespace {
 
+const void* storage_of_kept(const at::Tensor& tensor) {
+  return tensor.has_storage() ? tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() : nullptr;
+}
+
 /// Views, and what writes in place: the one costs nothing, the other must happen again.
 bool has_aliases(const OperatorCall& call) {
   for (const auto& argument : call.schema().arguments()) {
@@ -103,8 +107,34 @@ std::shared_ptr<OperatorScope> KeptResults::replaying() {
   return std::make_shared<Replaying>(shared_from_this());
 }
 
+void KeptResults::copy_before_write(const OperatorCall& call) {
+  const std::lock_guard lock(mutex_);
+  for_each_tensor(call, [&](const at::Tensor& tensor, std::size_t argument) {
+    const auto* alias = call.schema().arguments()[argument].alias_info();
+    if (alias == nullptr || !alias->isWrite()) return;
+    const auto* storage = storage_of_kept(tensor);
+    for (auto found = by_storage_.find(storage); found != by_storage_.end(); found = by_storage_.find(storage)) {
+      const auto [schema, number] = found->second;
+      by_storage_.erase(found);
+      auto& entry = entries_[schema][number];
+      std::size_t next = 0;
+      replace_tensors(entry.results, [&](const at::Tensor& kept) {
+        const auto index = next++;
+        if (storage_of_kept(kept) != storage) return kept;
+        auto copy = kept.clone();
+        entry.versions[index] = version_of_kept(copy);
+        by_storage_.emplace(storage_of_kept(copy), std::pair(schema, number));
+        return copy;
+      });
+    }
+  });
+}
+
 void KeptResults::save(OperatorCall& call, Counts& counts) {
-  if (has_aliases(call)) return call.proceed();
+  if (has_aliases(call)) {
+    copy_before_write(call);
+    return call.proceed();
+  }
   const auto policy = policy_(call);
   const bool is_offloaded =
       policy == CheckpointPolicy::kMustCpuOffload || policy == CheckpointPolicy::kPreferCpuOffload;
@@ -132,11 +162,18 @@ void KeptResults::save(OperatorCall& call, Counts& counts) {
   auto& of_operator = entries_[&call.schema()];
   const auto index = counts[&call.schema()]++;
   of_operator.resize(std::max(of_operator.size(), index + 1));
+  replace_tensors(entry.results, [&](const at::Tensor& tensor) {
+    by_storage_.emplace(storage_of_kept(tensor), std::pair(&call.schema(), index));
+    return tensor;
+  });
   of_operator[index] = std::move(entry);
 }
 
 void KeptResults::replay(OperatorCall& call, Counts& counts) {
-  if (has_aliases(call)) return call.proceed();
+  if (has_aliases(call)) {
+    copy_before_write(call);
+    return call.proceed();
+  }
   torch::jit::Stack results;
   {
     const std::lock_guard lock(mutex_);

@@ -40,12 +40,16 @@ class KeptResults : public std::enable_shared_from_this<KeptResults> {
 
   void save(OperatorCall& call, Counts& counts);
   void replay(OperatorCall& call, Counts& counts);
+  /// Results that the call is about to write to are copied first. Not all who share memory share versions: the parts of
+  /// aten::linear do not.
+  void copy_before_write(const OperatorCall& call);
 
   const CheckpointPolicyFn policy_;
   const bool allows_mutation_;
   // Guarded by mutex_: a backward inside of the function may run in other threads.
   std::mutex mutex_;
-  std::unordered_map<const void*, std::vector<Entry>> entries_;  // by the operator's schema
+  std::unordered_map<const void*, std::vector<Entry>> entries_;                           // by the operator's schema
+  std::unordered_multimap<const void*, std::pair<const void*, std::size_t>> by_storage_;  // schema and number
 };
 
 }  // namespace lockstep::detail
