@@ -3,6 +3,7 @@
 #include <string_view>
 
 #include "lockstep/ddp/engine.h"
+#include "lockstep/nn/saved_tensors.h"
 
 namespace lockstep {
 
@@ -36,11 +37,14 @@ DdpOptions DdpBase::with_group(DdpOptions options, const GroupPtr& group) {
 
 // ---- a forward ----
 
+// A forward that backward runs again is no step: it only computes.
 void DdpBase::begin_forward() {
+  if (detail::is_recomputing()) return;
   engine_->pre_forward();
 }
 
 void DdpBase::end_forward(const std::vector<at::Tensor*>& outputs) {
+  if (detail::is_recomputing()) return;
   engine_->post_forward(outputs);
 }
 

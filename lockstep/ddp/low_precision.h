@@ -40,7 +40,7 @@ class LowPrecision {
   /// A tensor that shows a copy of itself.
   struct Shown {
     explicit Shown(const Cast& cast);
-    const Cast* cast;
+    Cast cast;
     at::Tensor full;
     at::Tensor low;
     int64_t version;  // before forward
@@ -49,8 +49,10 @@ class LowPrecision {
   };
   struct Forward {
     std::unique_ptr<SavesContents> saves;
-    std::vector<Shown> shown;
+    std::shared_ptr<std::vector<Shown>> shown;
+    std::unique_ptr<AroundForward> around;  // for parts of it that backward runs again
   };
+  class ShownAgain;
 
   const MixedPrecision config_;
   std::vector<Cast> casts_;
