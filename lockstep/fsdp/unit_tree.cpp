@@ -21,6 +21,7 @@
 #include "lockstep/fsdp/unit_registry.h"
 #include "lockstep/intercept/operator_call.h"
 #include "lockstep/nn/module_tensors.h"
+#include "lockstep/nn/saved_tensors.h"
 #include "lockstep/shard/layout_of.h"
 
 namespace lockstep::detail {
@@ -86,7 +87,7 @@ double sum_over(const DeviceMesh& mesh, double value, at::Device device) {
 }  // namespace
 
 bool is_plain_backward() {
-  return is_backward_running() && !at::GradMode::is_enabled();
+  return is_backward_running() && !at::GradMode::is_enabled() && !is_recomputing();
 }
 
 void UnitTree::make(const UnitPtr& unit, const std::vector<UnitPtr>& below) {
@@ -214,7 +215,10 @@ void UnitTree::begin_operator(Unit& unit, const OperatorCall& call, c10::ArrayRe
   // What Join throws at the beginning of a step it throws on all ranks, which go on with the group.
   if (listener_ != nullptr) enter_pass(is_recorded);
   or_refuse(unit, [&] { touch(unit, is_recorded); });
-  note({.kind = StepEvent::Kind::kTouch, .unit = unit.number_, .is_recorded = is_recorded});
+  note({.kind = StepEvent::Kind::kTouch,
+        .unit = unit.number_,
+        .is_recorded = is_recorded,
+        .is_backward = pass_ == Pass::kBackward});
 }
 
 void UnitTree::touch(Unit& unit, bool is_recorded) {
@@ -716,8 +720,7 @@ void UnitTree::mirror(const StepEvent& event) {
   const auto unit = unit_at(event.unit);
   switch (event.kind) {
     case StepEvent::Kind::kTouch:
-      // Only forwards are recorded: backward builds no graph.
-      is_backward_mirrored_ = !event.is_recorded;
+      is_backward_mirrored_ = event.is_backward;
       if (unit) touch(*unit, event.is_recorded);
       break;
     case StepEvent::Kind::kEndOperator:

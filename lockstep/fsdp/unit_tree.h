@@ -90,6 +90,7 @@ class UnitTree : public std::enable_shared_from_this<UnitTree> {
     enum class Kind { kTouch, kEndOperator, kWeights, kGradient, kEndBackward } kind;
     int unit = TouchOrder::kNone;
     bool is_recorded = false;  // a touch, by autograd
+    bool is_backward = false;  // a touch, also by a forward that backward runs again
     std::size_t handle = 0;    // whose gradient
   };
 

@@ -6,6 +6,7 @@
 
 #include <utility>
 
+#include "lockstep/checkpointing/checkpoint.h"
 #include "lockstep/nn/module_access.h"
 
 namespace lockstep::testing {
@@ -49,7 +50,9 @@ MLPStackImpl::MLPStackImpl(int64_t mlp_dim, bool with_seq_parallel) {
 
 at::Tensor MLPStackImpl::forward(const at::Tensor& input) {
   auto output = input;
-  for (auto& mlp : mlps) output = mlp->forward(output);
+  // Ranks may be threads, which share the default generator; there is nothing random in it.
+  const CheckpointOptions options{.preserve_rng_state = false};
+  for (auto& mlp : mlps) output = is_checkpointed_ ? checkpoint(options, mlp, output) : mlp->forward(output);
   return norm ? norm->forward(output) : output;
 }
 
@@ -57,8 +60,7 @@ FsdpUnit MLPStackImpl::parallelize(const std::optional<DeviceMesh>& tp_mesh, con
                                    bool use_activation_checkpointing, FullyShardOptions options) {
   TORCH_CHECK(!tp_mesh || tp_mesh->size() == 1, "[lockstep/testing] MLPStack on a mesh of ", tp_mesh->size(),
               " ranks for tensor parallel, which the library does not have yet. Leave it out.");
-  TORCH_CHECK(!use_activation_checkpointing,
-              "[lockstep/testing] MLPStack with activation checkpointing, which the library does not have yet.");
+  is_checkpointed_ = use_activation_checkpointing;
   options.mesh = dp_mesh;
   for (auto& mlp : mlps) fully_shard(mlp, options);
   return fully_shard(*this, options);

@@ -43,12 +43,15 @@ class MLPStackImpl : public torch::nn::Module {
   at::Tensor forward(const at::Tensor& input);
 
   /// Every MLP becomes a unit, then the stack, which holds the LayerNorm. Refuses a mesh of several ranks for tensor
-  /// parallel, and activation checkpointing: the library has neither yet.
+  /// parallel, which the library does not have yet.
   FsdpUnit parallelize(const std::optional<DeviceMesh>& tp_mesh, const DeviceMesh& dp_mesh,
                        bool use_activation_checkpointing, FullyShardOptions options = {});
 
   std::vector<MLP> mlps;
   torch::nn::LayerNorm norm{nullptr};  // null without one
+
+ private:
+  bool is_checkpointed_ = false;
 };
 TORCH_MODULE(MLPStack);
 

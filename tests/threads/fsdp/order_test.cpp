@@ -17,10 +17,22 @@ void mark(const std::string& kind, const std::string& unit) {
   announce({.kind = kind, .unit = unit, .state = "launch"});
 }
 
+/// Where checkpoints are: in each unit, around each, or one around all.
+enum class Checkpoints { kNone, kInUnits, kAroundEach, kAroundAll };
+
+/// Runs it in a checkpoint if told to. Ranks are threads here and share the default generator.
+at::Tensor checkpoint_if(bool is_checkpointed, const std::function<at::Tensor(const at::Tensor&)>& run,
+                         const at::Tensor& input) {
+  return is_checkpointed ? checkpoint({.preserve_rng_state = false}, run, input) : run(input);
+}
+
 /// Tells when its forward begins, and when the gradient of its output is there. Each unit has a type of its own.
 template <int kNumber>
 struct LayerImpl : torch::nn::Module {
-  at::Tensor forward(const at::Tensor& input) {
+  at::Tensor forward(const at::Tensor& input, Checkpoints checkpoints) {
+    return checkpoint_if(checkpoints == Checkpoints::kInUnits, [this](const at::Tensor& in) { return run(in); }, input);
+  }
+  at::Tensor run(const at::Tensor& input) {
     const std::string name = "unit" + std::to_string(kNumber);
     mark("forward", name);
     auto output = at::tanh(linear->forward(input));
@@ -37,11 +49,21 @@ using Unit3Impl = LayerImpl<3>;
 
 /// Three units, and a layer of the root behind them.
 struct NetImpl : torch::nn::Module {
-  at::Tensor forward(const at::Tensor& input, const std::vector<int>& path = {1, 2, 3}) {
-    auto hidden = input;
-    for (const int unit : path) {
-      hidden = unit == 1 ? unit1->forward(hidden) : unit == 2 ? unit2->forward(hidden) : unit3->forward(hidden);
-    }
+  at::Tensor forward(const at::Tensor& input, const std::vector<int>& path, Checkpoints checkpoints) {
+    const auto run_unit = [this, checkpoints](int unit, const at::Tensor& in) {
+      return unit == 1   ? unit1->forward(in, checkpoints)
+             : unit == 2 ? unit2->forward(in, checkpoints)
+                         : unit3->forward(in, checkpoints);
+    };
+    const auto run_path = [run_unit, path, checkpoints](at::Tensor hidden) {
+      for (const int unit : path) {
+        hidden = checkpoint_if(
+            checkpoints == Checkpoints::kAroundEach,
+            [run_unit, unit](const at::Tensor& in) { return run_unit(unit, in); }, hidden);
+      }
+      return hidden;
+    };
+    const auto hidden = checkpoint_if(checkpoints == Checkpoints::kAroundAll, run_path, input);
     mark("forward", "root");
     return head->forward(hidden);
   }
@@ -63,11 +85,16 @@ struct Step {
 struct Row {
   std::string what;
   std::optional<bool> reshard_after_forward = std::nullopt;
-  std::vector<Step> steps;
+  std::vector<Step> steps = {};
+  Checkpoints checkpoints = Checkpoints::kNone;
 };
 
 const std::string kFirst = "f1 g1 f2 g2 f3 g3 f0 g0 | g3 r0 b3 g2 r3 b2 g1 r2 b1 r1";
 const std::string kLater = "f1 g1 g2 f2 g3 f3 g0 f0 | g3 r0 b3 g2 r3 b2 r2 b1 r1";
+
+// Units that run again in backward. The first one needs its parameters for that.
+const std::string kFirstAgain = "f1 g1 f2 g2 f3 g3 f0 g0 | g3 r0 b3 f3 g2 r3 b2 f2 g1 r2 b1 f1 r1";
+const std::string kLaterAgain = "f1 g1 g2 f2 g3 f3 g0 f0 | g3 r0 b3 f3 g2 r3 b2 f2 g1 r2 b1 f1 r1";
 
 const std::vector<Row>& table() {
   static const std::vector<Row> rows = {
@@ -100,6 +127,32 @@ const std::vector<Row>& table() {
        {{kFirst},
         {"f1 g1 g2 f2 g3 f3 g0 f0", {1, 2, 3}, Kind::kEvaluate},
         {"f1 g1 g2 f2 g3 f3 f0", {1, 2, 3}, Kind::kEvaluate}}},
+      {"a checkpoint in each unit: what runs again needs the gather that backward makes anyway",
+       std::nullopt,
+       {{kFirstAgain}, {kLaterAgain}, {kLaterAgain}},
+       Checkpoints::kInUnits},
+      {"a checkpoint around each unit: the same",
+       std::nullopt,
+       {{"f1 g1 f2 g2 f3 g3 f0 g0 | g3 r0 b3 f3 g2 r3 b2 f2 g1 r2 b1 f1 r1"},
+        {"f1 g1 g2 f2 g3 f3 g0 f0 | g3 r0 b3 f3 g2 r3 b2 f2 g1 r2 b1 f1 r1"},
+        {"f1 g1 g2 f2 g3 f3 g0 f0 | g3 r0 b3 f3 g2 r3 b2 f2 g1 r2 b1 f1 r1"}},
+       Checkpoints::kAroundEach},
+      {"a checkpoint around all units: gathered as they run again, and freed by backward",
+       std::nullopt,
+       {{"f1 g1 f2 g2 f3 g3 f0 g0 | g3 r0 b3 f1 g1 f2 g2 f3 r3 b2 r2 b1 r1"},
+        {"f1 g1 g2 f2 g3 f3 g0 f0 | g1 r0 b3 f1 g2 f2 g3 f3 r3 b2 r2 b1 r1"},
+        {"f1 g1 g2 f2 g3 f3 g0 f0 | g1 r0 b3 f1 g2 f2 g3 f3 r3 b2 r2 b1 r1"}},
+       Checkpoints::kAroundAll},
+      {"a checkpoint around each unit that stays whole: backward gathers nothing",
+       false,
+       {{"f1 g1 f2 g2 f3 g3 f0 g0 | r0 b3 f3 r3 b2 f2 r2 b1 f1 r1"},
+        {"f1 g1 g2 f2 g3 f3 g0 f0 | r0 b3 f3 r3 b2 f2 r2 b1 f1 r1"}},
+       Checkpoints::kAroundEach},
+      {"a checkpoint around a unit that is called twice",
+       std::nullopt,
+       {{"f1 g1 f2 g2 f1 g1 f3 g3 f0 g0 | g3 r0 b3 f3 g1 r3 b1 f1 g2 b2 f2 r2 b1 f1 r1", {1, 2, 1, 3}},
+        {"f1 g1 g2 f2 g1 f1 g3 f3 g0 f0 | g3 r0 b3 f3 g1 r3 b1 f1 g2 b2 f2 r2 b1 f1 r1", {1, 2, 1, 3}}},
+       Checkpoints::kAroundEach},
   };
   return rows;
 }
@@ -111,10 +164,10 @@ FsdpUnit shard(NetImpl& net, const FullyShardOptions& options) {
   return fully_shard(net, options);
 }
 
-void run(Net& net, FsdpUnit& root, const Step& step) {
+void run(Net& net, FsdpUnit& root, const Step& step, Checkpoints checkpoints) {
   const at::AutoGradMode grad_mode(step.kind != Kind::kEvaluate);
   const std::unique_ptr<FsdpNoSync> no_sync(step.kind == Kind::kNoSync ? new FsdpNoSync(root.no_sync()) : nullptr);
-  const auto loss = net->forward(at::ones({2, 4}), step.path).sum();
+  const auto loss = net->forward(at::ones({2, 4}), step.path, checkpoints).sum();
   if (step.kind == Kind::kEvaluate) return;
   mark("|", "");
   loss.backward();
@@ -145,7 +198,7 @@ std::string letters_of(const std::vector<Event>& events) {
   return join(letters, " ");
 }
 
-// TEST-58, FSDP-25, FSDP-26, FSDP-29, FSDP-62
+// TEST-58, FSDP-83, FSDP-25, FSDP-26, FSDP-29, FSDP-62
 LOCKSTEP_THREAD_TEST(FsdpOrder, IsAsInTheTable, 2) {
   for (const auto& row : table()) {
     SCOPED_TRACE(row.what);
@@ -153,7 +206,7 @@ LOCKSTEP_THREAD_TEST(FsdpOrder, IsAsInTheTable, 2) {
     auto root = shard(*net, testing::with_mesh({.reshard_after_forward = row.reshard_after_forward}, world.group()));
     for (const auto& step : row.steps) {
       const Recorder recorder;
-      run(net, root, step);
+      run(net, root, step, row.checkpoints);
       EXPECT_EQ(letters_of(recorder.events("launch")), step.expected);
     }
   }
