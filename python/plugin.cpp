@@ -1,12 +1,17 @@
 // The compiled half of the Python package lockstep_torch: makes a Lockstep backend for torch.distributed, which then
 // calls it as it calls its own. Python sees the result through torch's bindings of c10d::Backend.
+#include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <chrono>
+#include <functional>
+#include <memory>
+#include <utility>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "lockstep/checkpointing/checkpoint.h"
 #include "lockstep/comm/backend_registry.h"
 #include "lockstep/intercept/key.h"
 #include "lockstep/intercept/operator_counter.h"
@@ -48,4 +53,15 @@ PYBIND11_MODULE(_lockstep_torch, module) {
   // For tests: that the fallback in the dispatcher and Python's torch get along.
   module.def("install_interceptor", &lockstep::install_interceptor);
   module.def("count_operators", &count_operators, pybind11::arg("work"));
+  // For tests: that our engine of autograd and Python's do. What it returns besides counts the runs.
+  module.def("checkpointed_sine", [](const at::Tensor& x) {
+    const auto runs = std::make_shared<int>();
+    const auto output = lockstep::checkpoint(
+        [runs](const at::Tensor& in) {
+          ++*runs;
+          return in.exp().sin();
+        },
+        x);
+    return std::pair(output, std::function<int()>([runs] { return *runs; }));
+  });
 }

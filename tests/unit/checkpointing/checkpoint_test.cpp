@@ -254,6 +254,47 @@ TEST(Checkpoint, SupportsBackwardInsideOfTheFunction) {
   }
 }
 
+TEST(Checkpoint, SupportsGraphsThatAreBuiltInsideOfTheFunction) {
+  const auto f = [](const at::Tensor& in) {
+    const auto y = in.sin().exp();
+    return torch::autograd::grad({y.sum()}, {in}, {}, std::nullopt, /*create_graph=*/true)[0].pow(2);
+  };
+  const auto x = make_input();
+  f(x).sum().backward();
+  const auto wanted = std::exchange(x.mutable_grad(), at::Tensor());
+  for (const bool early_stop : {true, false}) {
+    checkpoint({.early_stop = early_stop}, f, x).sum().backward();
+    EXPECT_TRUE(std::exchange(x.mutable_grad(), at::Tensor()).equal(wanted));
+  }
+}
+
+// A node may ask for what it saved more than once.
+struct AsksTwice : torch::autograd::Function<AsksTwice> {
+  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& x) {
+    ctx->save_for_backward({x});
+    return x * x;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 torch::autograd::variable_list gradients) {
+    return {gradients[0] * (ctx->get_saved_variables()[0] + ctx->get_saved_variables()[0])};
+  }
+};
+
+TEST(Checkpoint, RunsAgainForATensorThatIsAskedForTwice) {
+  const auto x = make_input();
+  int runs = 0;
+  const auto f = [&](const at::Tensor& in) {
+    ++runs;
+    return AsksTwice::apply(in.exp()).sin();
+  };
+  f(x).sum().backward();
+  const auto wanted = std::exchange(x.mutable_grad(), at::Tensor());
+  runs = 0;
+  checkpoint(f, x).sum().backward();
+  EXPECT_TRUE(x.grad().equal(wanted));
+  EXPECT_EQ(runs, 3);
+}
+
 TEST(Checkpoint, TakesAndReturnsAnything) {
   using Pair = std::tuple<at::Tensor, std::vector<at::Tensor>>;
   const auto f = [](const std::vector<at::Tensor>& tensors, at::Tensor mask, const std::string& kind, double scale,
