@@ -123,6 +123,34 @@ void expect_parity(const World& world, const Train& train, FullyShardOptions opt
   expect_same_parameters(*model, *ddp.module(), "after training", tolerance);
 }
 
+/// Gradients of `whole` cut as the shards are, compared bit by bit.
+inline void expect_same_gradients(const torch::nn::Module& shards, const torch::nn::Module& whole,
+                                  const std::string& what, double tolerance = 0) {
+  const auto expected = whole.named_parameters();
+  for (const auto& item : shards.named_parameters()) {
+    const auto& grad = expected[item.key()].grad();
+    ASSERT_EQ(item.value().grad().defined(), grad.defined()) << what << " " << item.key();
+    if (!grad.defined()) continue;
+    const auto part = layout_of(item.value())->cut(grad);
+    const bool is_same = tolerance == 0 ? part.equal(item.value().grad())
+                                        : at::allclose(part, item.value().grad(), tolerance, tolerance);
+    EXPECT_TRUE(is_same) << what << " " << item.key();
+  }
+}
+
+/// The same model under DDP and sharded.
+struct Pair {
+  explicit Pair(const World& world, FullyShardOptions options = {})
+      : ddp(net(), DdpOptions{.process_group = world.group()}), model(net()), root(build(world, options)) {}
+  FsdpUnit build(const World& world, FullyShardOptions& options) {
+    if (!options.mesh) options.mesh = mesh_of(world);
+    return sharded(model, options);
+  }
+  DistributedDataParallel<Net> ddp;
+  Net model;
+  FsdpUnit root;
+};
+
 inline void on_worlds(const testing::RankBody& body) {
   for (const int size : {1, 2, 4}) testing::run_threads_in_gtest({.world_size = size}, body);
 }

@@ -82,11 +82,19 @@ TEST(FullyShard, RefusesRawReadsAndWritesByName) {
     sharded(model, {.mesh = mesh_of(world)});
     // Releases before 2.13 have words of their own.
     constexpr bool kHasMessages = TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13;
-    expect_error([&] { model->head->weight.data_ptr<float>(); },
-                 {kHasMessages ? "parameter 'head.weight' is sharded" : "not allocated"});
+    const auto expect_refused = [&] {
+      expect_error([&] { model->head->weight.data_ptr<float>(); },
+                   {kHasMessages ? "parameter 'head.weight' is sharded" : "not allocated"});
+    };
+    expect_refused();
+    loss_of(model, world, 0).backward();
+    expect_refused();  // freed again
     const at::NoGradGuard no_grad;
     expect_error([&] { model->blocks[1]->up->weight.fill_(1); },
                  {"aten::fill_ writes to parameter 'up.weight'", "summon_full_params"});
+    // Its values go when it is freed, so also while it is whole.
+    unit_of(*model->blocks[1])->unshard();
+    expect_error([&] { model->blocks[1]->up->weight.fill_(1); }, {"aten::fill_ writes to parameter 'up.weight'"});
     EXPECT_EQ(model->head->weight.sum().sizes(), at::IntArrayRef({}));  // a method other than forward
   });
 }
@@ -118,6 +126,8 @@ TEST(FullyShard, RefusesWhatCannotBeCut) {
     };
     expect_error([&] { fully_shard(*with(at::ones({})), options); }, {"'odd'", "one-dimensional"});
     expect_error([&] { fully_shard(*with(at::ones({3, 4}).t()), options); }, {"'odd'", "contiguous"});
+    expect_error([&] { fully_shard(*with(at::ones({3}).requires_grad_() * 2), options); },
+                 {"'odd'", "computed from other tensors"});
     auto mixed = with(at::ones({3}));
     mixed->register_parameter("other", at::ones({3}, at::kDouble));
     expect_error([&] { fully_shard(*mixed, options); }, {"Double: other", "Float: odd"});
@@ -289,7 +299,7 @@ TEST(FullyShard, LeavesUnusedAndFrozenParametersWithoutGradients) {
 
 // FSDP-61
 TEST(FullyShard, DividesByTheFactorGiven) {
-  testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
+  on_worlds([](const World& world) {
     const auto gradients_with = [&](double factor) {
       auto model = net();
       auto root = sharded(model, {.mesh = mesh_of(world)});
@@ -300,10 +310,14 @@ TEST(FullyShard, DividesByTheFactorGiven) {
       return gradients;
     };
     const auto mean = gradients_with(0);
-    const auto eighth = gradients_with(16);
-    for (std::size_t i = 0; i < mean.size(); ++i) EXPECT_TRUE(at::allclose(mean[i], eighth[i] * 8));
+    const auto small = gradients_with(16);
+    for (std::size_t i = 0; i < mean.size(); ++i) {
+      EXPECT_TRUE(at::allclose(mean[i], small[i] * (16 / world.world_size())));
+    }
     auto root = sharded(net(), {.mesh = mesh_of(world)});
-    expect_error([&] { root.set_gradient_divide_factor(0); }, {"above 0"});
+    for (const double factor : {0, -2}) {
+      expect_error([&] { root.set_gradient_divide_factor(factor); }, {"above 0"});
+    }
   });
 }
 
@@ -470,6 +484,10 @@ TEST(FullyShard, SavesAndLoadsWholeState) {
       other.erase("head.bias");
       expect_error([&] { load_full_state_dict(*model, other, {.broadcast_from_rank0 = from_rank0}); },
                    {"it lacks head.bias"});
+      auto more = state;
+      more["more"] = at::ones({1});
+      expect_error([&] { load_full_state_dict(*model, more, {.broadcast_from_rank0 = from_rank0}); },
+                   {"the module has no more"});
       other["more"] = at::ones({1});
       load_full_state_dict(*model, other, {.strict = false, .broadcast_from_rank0 = from_rank0});
       expect_same_parameters(*model, *whole, "loaded in part");
@@ -477,7 +495,7 @@ TEST(FullyShard, SavesAndLoadsWholeState) {
   });
 }
 
-// FSDP-80, FSDP-82
+// FSDP-15, FSDP-80, FSDP-82
 TEST(FullyShard, PoliciesPickUnits) {
   testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
     const FullyShardOptions options{.mesh = mesh_of(world)};
@@ -488,7 +506,7 @@ TEST(FullyShard, PoliciesPickUnits) {
     EXPECT_EQ(root.parameter_names(), (std::vector<std::string>{"table.weight", "head.weight", "head.bias"}));
     auto all = net();
     EXPECT_TRUE(shard_by_policy(all, always_wrap_policy(), options).parameter_names().empty());
-    EXPECT_TRUE(unit_of(*all->blocks[0]->up));
+    EXPECT_EQ(unit_of(*all->blocks[0]->up)->name(), "block0.up");
     auto by_size = net();
     shard_by_policy(by_size, size_based_wrap_policy(200), options);
     EXPECT_TRUE(unit_of(*by_size->blocks[0]));

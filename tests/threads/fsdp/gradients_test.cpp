@@ -9,33 +9,6 @@ namespace lockstep::fsdp_gradients_test {
 using namespace fsdp_models;
 using ::testing::ElementsAre;
 
-/// Gradients of `whole` cut as the shards are, compared bit by bit.
-void expect_same_gradients(const torch::nn::Module& shards, const torch::nn::Module& whole, const std::string& what,
-                           double tolerance = 0) {
-  const auto expected = whole.named_parameters();
-  for (const auto& item : shards.named_parameters()) {
-    const auto& grad = expected[item.key()].grad();
-    ASSERT_EQ(item.value().grad().defined(), grad.defined()) << what << " " << item.key();
-    if (!grad.defined()) continue;
-    const auto part = layout_of(item.value())->cut(grad);
-    const bool is_same = tolerance == 0 ? part.equal(item.value().grad())
-                                        : at::allclose(part, item.value().grad(), tolerance, tolerance);
-    EXPECT_TRUE(is_same) << what << " " << item.key();
-  }
-}
-
-struct Pair {
-  explicit Pair(const World& world, FullyShardOptions options = {})
-      : ddp(net(), DdpOptions{.process_group = world.group()}), model(net()), root(build(world, options)) {}
-  FsdpUnit build(const World& world, FullyShardOptions& options) {
-    if (!options.mesh) options.mesh = mesh_of(world);
-    return sharded(model, options);
-  }
-  DistributedDataParallel<Net> ddp;
-  Net model;
-  FsdpUnit root;
-};
-
 // FSDP-62
 TEST(FsdpGradients, NoSyncScopesNestAndKeepWhatUnitsWereSetTo) {
   testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
@@ -214,6 +187,10 @@ TEST(FsdpGradients, HooksOfShardsSeeReducedGradients) {
     const auto expected = layout_of(shard)->cut(pair.ddp.module()->head->weight.grad());
     EXPECT_TRUE(seen[0].equal(expected));
     EXPECT_TRUE(shard.grad().equal(expected * 2));
+    // What was reduced, not its sum with what is there.
+    loss_of(pair.model, world, 0).backward();
+    EXPECT_TRUE(seen[1].equal(expected));
+    EXPECT_TRUE(shard.grad().equal(expected * 4));
   });
 }
 
@@ -407,6 +384,10 @@ TEST(FsdpGradients, ABackwardInsideOfABackwardTrainsRight) {
     Pair pair(world);
     const auto loss = [&](auto& model, int step) {
       auto hidden = model->table->forward(batch(world, step));
+      // The inner ones are over by then, and the step is not.
+      hidden.register_hook([&](const at::Tensor&) {
+        for (const auto& shard : model->parameters()) EXPECT_FALSE(shard.grad().defined());
+      });
       for (auto& block : model->blocks) hidden = Inner::apply(hidden, reinterpret_cast<int64_t>(block.get()));
       return model->head->forward(hidden).pow(2).mean();
     };

@@ -39,6 +39,16 @@ TEST(FsdpMemory, IsAsPlanned) {
   }
 }
 
+// FSDP-98
+TEST(FsdpMemory, IsPlannedWithoutGradientsOfFrozenParameters) {
+  testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
+    torch::nn::Linear layer(8, 8);
+    layer->weight.set_requires_grad(false);
+    fully_shard(layer, {.mesh = mesh_of(world)});
+    EXPECT_EQ(memory_plan(*layer).units.back().whole_gradients, 8 * 4);  // the bias
+  });
+}
+
 // FSDP-22
 TEST(FsdpMemory, OfADeferredModelIsItsShardsAndOneUnit) {
   testing::run_threads_in_gtest({.world_size = 4}, [](const World& world) {
@@ -70,6 +80,16 @@ struct TiedImpl : torch::nn::Module {
 };
 TORCH_MODULE(Tied);
 
+// FSDP-67, FSDP-71
+TEST(FsdpMemory, TiedParametersCountOnceInNorms) {
+  testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
+    auto model = built_from_seed([] { return Tied(); });
+    auto root = fully_shard(model, {.mesh = mesh_of(world)});
+    for (auto& shard : unique_parameters(*model)) shard.mutable_grad() = at::ones_like(shard.detach());
+    EXPECT_FLOAT_EQ(root.clip_grad_norm_(1e9).item<float>(), std::sqrt(24.0F));
+  });
+}
+
 // FSDP-67
 TEST(FsdpMemory, TiedParametersHaveOneShardAndMoveOnce) {
   testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
@@ -93,6 +113,9 @@ TEST(FsdpMemory, TiedParametersHaveOneShardAndMoveOnce) {
                  {"no parameter 'weigth'"});
     expect_error([&] { tie_parameter(*other, "bias", other->weight, plain->table->weight); }, {"registers as 'bias'"});
     expect_error([&] { tie_parameter(*other, "bias", other->bias, plain->table->weight); }, {"has sizes [6]"});
+    torch::nn::Linear turned(6, 4);  // as many elements
+    expect_error([&] { tie_parameter(*turned, "weight", turned->weight, plain->table->weight); },
+                 {"has sizes [4, 6]", "[6, 4]"});
   });
 }
 

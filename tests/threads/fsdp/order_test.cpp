@@ -84,7 +84,7 @@ struct Step {
 
 struct Row {
   std::string what;
-  std::optional<bool> reshard_after_forward = std::nullopt;
+  FullyShardOptions options = {};
   std::vector<Step> steps = {};
   Checkpoints checkpoints = Checkpoints::kNone;
 };
@@ -95,61 +95,73 @@ const std::string kLater = "f1 g1 g2 f2 g3 f3 g0 f0 | g3 r0 b3 g2 r3 b2 r2 b1 r1
 // Units that run again in backward. The first one needs its parameters for that.
 const std::string kFirstAgain = "f1 g1 f2 g2 f3 g3 f0 g0 | g3 r0 b3 f3 g2 r3 b2 f2 g1 r2 b1 f1 r1";
 const std::string kLaterAgain = "f1 g1 g2 f2 g3 f3 g0 f0 | g3 r0 b3 f3 g2 r3 b2 f2 g1 r2 b1 f1 r1";
+const std::vector<Step> kKeptWhole = {{"f1 g1 f2 g2 f3 g3 f0 g0 | r0 b3 r3 b2 r2 b1 r1"},
+                                      {"f1 g1 g2 f2 g3 f3 g0 f0 | r0 b3 r3 b2 r2 b1 r1"}};
 
 const std::vector<Row>& table() {
   static const std::vector<Row> rows = {
       {"the next unit is gathered while one computes, in forward from the second step on",
-       std::nullopt,
+       {},
        {{kFirst}, {kLater}, {kLater}}},
       {"reshard_after_forward: the root too, once it is known to be the last",
-       true,
+       {.reshard_after_forward = true},
        {{kFirst}, {"f1 g1 g2 f2 g3 f3 g0 f0 | g0 g3 r0 b3 g2 r3 b2 r2 b1 r1"}}},
-      {"no reshard_after_forward: backward gathers nothing",
-       false,
-       {{"f1 g1 f2 g2 f3 g3 f0 g0 | r0 b3 r3 b2 r2 b1 r1"}, {"f1 g1 g2 f2 g3 f3 g0 f0 | r0 b3 r3 b2 r2 b1 r1"}}},
+      {"no reshard_after_forward: backward gathers nothing", {.reshard_after_forward = false}, kKeptWhole},
+      {"reshard_after_forward = 1 is false", {.reshard_after_forward = 1}, kKeptWhole},
+      {"without forward prefetch units are gathered when they are touched",
+       {.forward_prefetch = false},
+       {{kFirst}, {"f1 g1 f2 g2 f3 g3 f0 g0 | g3 r0 b3 g2 r3 b2 r2 b1 r1"}}},
+      {"backward prefetch behind the gradients of a unit",
+       {.backward_prefetch = BackwardPrefetch::kBackwardPost},
+       {{"f1 g1 f2 g2 f3 g3 f0 g0 | r0 g3 b3 r3 g2 b2 r2 g1 b1 r1"},
+        {"f1 g1 g2 f2 g3 f3 g0 f0 | r0 g3 b3 r3 g2 b2 r2 b1 r1"}}},
+      {"no backward prefetch",
+       {.backward_prefetch = BackwardPrefetch::kNone},
+       {{"f1 g1 f2 g2 f3 g3 f0 g0 | r0 b3 g3 r3 b2 g2 r2 b1 r1"},
+        {"f1 g1 g2 f2 g3 f3 g0 f0 | r0 b3 g3 r3 b2 g2 r2 b1 r1"}}},
       {"no_sync: nothing is reduced until the step after it",
-       std::nullopt,
+       {},
        {{kFirst}, {"f1 g1 g2 f2 g3 f3 g0 f0 | g3 b3 g2 b2 b1", {1, 2, 3}, Kind::kNoSync}, {kLater}}},
       {"a unit that is called twice is gathered twice and reduced once",
-       std::nullopt,
+       {},
        {{"f1 g1 f2 g2 f1 g1 f3 g3 f0 g0 | g3 r0 b3 g1 r3 b1 g2 b2 r2 b1 r1", {1, 2, 1, 3}},
         {"f1 g1 g2 f2 g1 f1 g3 f3 g0 f0 | g3 r0 b3 g1 r3 b1 g2 b2 r2 b1 r1", {1, 2, 1, 3}}}},
       {"a unit nobody uses does nothing",
-       std::nullopt,
+       {},
        {{"f1 g1 f3 g3 f0 g0 | g3 r0 b3 g1 r3 b1 r1", {1, 3}}, {"f1 g1 g3 f3 g0 f0 | g3 r0 b3 r3 b1 r1", {1, 3}}}},
       {"another path than the last step's costs gathers",
-       std::nullopt,
+       {},
        {{kFirst},
         {"f1 g1 g2 f3 g3 f0 g0 | g3 r0 b3 r3 b1 r1", {1, 3}},
         {"f1 g1 g3 f2 g2 f3 f0 g0 | g3 r0 b3 r3 b2 g2 r2 b1 r1"}}},
       {"evaluation: the root stays whole",
-       std::nullopt,
+       {},
        {{kFirst},
         {"f1 g1 g2 f2 g3 f3 g0 f0", {1, 2, 3}, Kind::kEvaluate},
         {"f1 g1 g2 f2 g3 f3 f0", {1, 2, 3}, Kind::kEvaluate}}},
       {"a checkpoint in each unit: what runs again needs the gather that backward makes anyway",
-       std::nullopt,
+       {},
        {{kFirstAgain}, {kLaterAgain}, {kLaterAgain}},
        Checkpoints::kInUnits},
       {"a checkpoint around each unit: the same",
-       std::nullopt,
+       {},
        {{"f1 g1 f2 g2 f3 g3 f0 g0 | g3 r0 b3 f3 g2 r3 b2 f2 g1 r2 b1 f1 r1"},
         {"f1 g1 g2 f2 g3 f3 g0 f0 | g3 r0 b3 f3 g2 r3 b2 f2 g1 r2 b1 f1 r1"},
         {"f1 g1 g2 f2 g3 f3 g0 f0 | g3 r0 b3 f3 g2 r3 b2 f2 g1 r2 b1 f1 r1"}},
        Checkpoints::kAroundEach},
       {"a checkpoint around all units: gathered as they run again, and freed by backward",
-       std::nullopt,
+       {},
        {{"f1 g1 f2 g2 f3 g3 f0 g0 | g3 r0 b3 f1 g1 f2 g2 f3 r3 b2 r2 b1 r1"},
         {"f1 g1 g2 f2 g3 f3 g0 f0 | g1 r0 b3 f1 g2 f2 g3 f3 r3 b2 r2 b1 r1"},
         {"f1 g1 g2 f2 g3 f3 g0 f0 | g1 r0 b3 f1 g2 f2 g3 f3 r3 b2 r2 b1 r1"}},
        Checkpoints::kAroundAll},
       {"a checkpoint around each unit that stays whole: backward gathers nothing",
-       false,
+       {.reshard_after_forward = false},
        {{"f1 g1 f2 g2 f3 g3 f0 g0 | r0 b3 f3 r3 b2 f2 r2 b1 f1 r1"},
         {"f1 g1 g2 f2 g3 f3 g0 f0 | r0 b3 f3 r3 b2 f2 r2 b1 f1 r1"}},
        Checkpoints::kAroundEach},
       {"a checkpoint around a unit that is called twice",
-       std::nullopt,
+       {},
        {{"f1 g1 f2 g2 f1 g1 f3 g3 f0 g0 | g3 r0 b3 f3 g1 r3 b1 f1 g2 b2 f2 r2 b1 f1 r1", {1, 2, 1, 3}},
         {"f1 g1 g2 f2 g1 f1 g3 f3 g0 f0 | g3 r0 b3 f3 g1 r3 b1 f1 g2 b2 f2 r2 b1 f1 r1", {1, 2, 1, 3}}},
        Checkpoints::kAroundEach},
@@ -198,18 +210,37 @@ std::string letters_of(const std::vector<Event>& events) {
   return join(letters, " ");
 }
 
-// TEST-58, FSDP-83, FSDP-25, FSDP-26, FSDP-29, FSDP-62
+// TEST-58, FSDP-83, FSDP-25, FSDP-26, FSDP-29, FSDP-30, FSDP-44, FSDP-45, FSDP-62
 LOCKSTEP_THREAD_TEST(FsdpOrder, IsAsInTheTable, 2) {
   for (const auto& row : table()) {
     SCOPED_TRACE(row.what);
     auto net = testing::build_deterministically_as([] { return Net(); });
-    auto root = shard(*net, testing::with_mesh({.reshard_after_forward = row.reshard_after_forward}, world.group()));
+    auto root = shard(*net, testing::with_mesh(row.options, world.group()));
     for (const auto& step : row.steps) {
       const Recorder recorder;
       run(net, root, step, row.checkpoints);
       EXPECT_EQ(letters_of(recorder.events("launch")), step.expected);
     }
   }
+}
+
+// FSDP-46
+LOCKSTEP_THREAD_TEST(FsdpOrder, ListsNameAllUnitsThatAreGatheredAheadOrNone, 2) {
+  auto net = testing::build_deterministically_as([] { return Net(); });
+  auto root = shard(*net, testing::with_mesh({}, world.group()));
+  auto first = *unit_of(*net->unit1);
+  auto last = *unit_of(*net->unit3);
+  const auto expect_step = [&](const std::string& expected) {
+    const Recorder recorder;
+    run(net, root, {});
+    EXPECT_EQ(letters_of(recorder.events("launch")), expected);
+  };
+  first.set_modules_to_forward_prefetch({*unit_of(*net->unit2), last});
+  last.set_modules_to_backward_prefetch({*unit_of(*net->unit2), first});
+  expect_step("f1 g1 g2 g3 f2 f3 f0 g0 | g3 r0 b3 g2 g1 r3 b2 r2 b1 r1");
+  first.set_modules_to_forward_prefetch({});
+  last.set_modules_to_backward_prefetch({});
+  expect_step("f1 g1 f2 g2 g3 f3 g0 f0 | g3 r0 b3 r3 b2 g2 r2 b1 r1");
 }
 
 }  // namespace lockstep::fsdp_order_test

@@ -72,8 +72,10 @@ TEST(FsdpPlacement, CutsAnyDimThatDividesEvenly) {
     };
     expect_error([&] { fully_shard(*square(), {.mesh = mesh_of(world), .shard_placement_fn = dim(1)}); },
                  {"'0.weight' of sizes [4, 8]", "dim 1 does not divide evenly by 3 ranks"});
-    expect_error([&] { fully_shard(*square(), {.mesh = mesh_of(world), .shard_placement_fn = dim(-3)}); },
-                 {"'0.weight'", "no dim -3"});
+    for (const int64_t none : {-3, 2}) {
+      expect_error([&] { fully_shard(*square(), {.mesh = mesh_of(world), .shard_placement_fn = dim(none)}); },
+                   {"'0.weight'", "no dim " + std::to_string(none)});
+    }
   });
 }
 

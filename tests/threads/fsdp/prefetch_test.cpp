@@ -229,10 +229,14 @@ TEST(FsdpPrefetch, DebugModeComparesTheFirstOrderOnAnyBackend) {
   });
   testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
     Three three(world);
+    const Warnings warnings;
     three.step();
-    // Another order later is told, and trains.
+    EXPECT_EQ(warnings.count("another order"), 0);
+    // Another order later is told, once, and trains.
     three.model->ptr(2)->as<torch::nn::LinearImpl>()->forward(at::ones({2, 4})).sum().backward();
+    EXPECT_EQ(warnings.count("units ran in another order than in the step before"), 1);
     three.step();
+    EXPECT_EQ(warnings.count("another order"), 1);
   });
 }
 
@@ -257,11 +261,12 @@ TEST(FsdpPrefetch, InferenceModeBetweenStepsChangesNothing) {
 TEST(FsdpPrefetch, AHybridStrategyWithoutAMeshShardsWithinHosts) {
   const Environment hosts("LOCAL_WORLD_SIZE", "2");
   testing::run_threads_in_gtest({.world_size = 4}, [](const World& /*world*/) {
-    torch::nn::Sequential model(torch::nn::Linear(4, 4), torch::nn::Linear(4, 4));
-    const auto root =
-        shard_by_policy(model, always_wrap_policy(), {.sharding_strategy = ShardingStrategy::kHybridShard});
-    EXPECT_EQ(root.options().mesh->shape(), (std::vector<int64_t>{2, 2}));
-    EXPECT_EQ(model->parameters()[0].size(0), 2);
+    for (const auto strategy : {ShardingStrategy::kHybridShard, ShardingStrategy::kHybridShardZero2}) {
+      torch::nn::Sequential model(torch::nn::Linear(4, 4), torch::nn::Linear(4, 4));
+      const auto root = shard_by_policy(model, always_wrap_policy(), {.sharding_strategy = strategy});
+      EXPECT_EQ(root.options().mesh->shape(), (std::vector<int64_t>{2, 2}));
+      EXPECT_EQ(model->parameters()[0].size(0), 2);
+    }
     // By hand it is not known which modules there will be.
     expect_error([] { fully_shard(torch::nn::Linear(4, 4), {.sharding_strategy = ShardingStrategy::kHybridShard}); },
                  {"needs a mesh of two named axes"});

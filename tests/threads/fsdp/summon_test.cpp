@@ -305,6 +305,10 @@ TEST(Scaler, SaysHowItWasMisused) {
     EXPECT_EQ(scaler.get_scale(), 4);
     scaler.update(at::full({}, 8.0));
     EXPECT_EQ(scaler.get_scale(), 8);
+    // A scale that was given begins a new step as well.
+    scaler.scale(loss_of(model, 1)).backward();
+    scaler.unscale_(optimizer);
+    scaler.step(optimizer);
   });
 }
 
