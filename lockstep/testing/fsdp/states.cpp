@@ -10,6 +10,7 @@
 #include "lockstep/base/str.h"
 #include "lockstep/comm/objects.h"
 #include "lockstep/comm/values.h"
+#include "lockstep/fsdp/refused_gradient.h"
 #include "lockstep/fsdp/unit_registry.h"
 #include "lockstep/nn/module_tensors.h"
 #include "lockstep/testing/fsdp/test_model.h"
@@ -170,7 +171,10 @@ void check_units_are_idle(const torch::nn::Module& model) {
       if (!whole.defined()) return;
       const auto what = str("parameter '", handle.name, "' of ", each.describe());
       if (frees && whole.storage().nbytes() > 0) throw CheckFailure(str(what, " is still whole after the step"));
-      if (whole.grad().defined() || handle.kept_grad.defined()) {
+      const auto& grad = whole.grad();
+      // One that only refuses to be used is none.
+      const bool has_gradient = grad.defined() && !lockstep::detail::is_refused(grad);
+      if (has_gradient || handle.kept_grad.defined()) {
         throw CheckFailure(str(what, " has a gradient that was not reduced"));
       }
     });
