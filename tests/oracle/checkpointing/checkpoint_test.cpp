@@ -72,7 +72,11 @@ TEST(CheckpointOracle, GradientsAndKernelsAreThoseOfPython) {
     for (std::size_t i = 0; i < leaves.size(); ++i) EXPECT_TRUE(leaves[i].grad().equal(gradients[i])) << i;
     EXPECT_TRUE(at::rand({3}).equal(at_key(wanted, "next").toTensor()));
     std::vector<std::string> names;
-    for (const auto& each : at_key(wanted, "kernels").toListRef()) names.push_back(each.toStringRef());
+    // Where there is a GPU, Python takes its generator's state as well, into a tensor each time.
+    for (const auto& each : at_key(wanted, "kernels").toListRef()) {
+      if (each.toStringRef() != "aten::empty") names.push_back(each.toStringRef());
+    }
+    std::erase(kernels->names, "aten::empty");
     EXPECT_EQ(kernels->names, names);
   }
 }

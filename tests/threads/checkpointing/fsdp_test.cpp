@@ -115,7 +115,7 @@ std::map<std::string, int> gathers_of_backward(const at::Tensor& loss) {
   const Recorder recorder;
   loss.backward();
   std::map<std::string, int> gathers;
-  for (const auto& event : recorder.events("unit")) gathers[event.kind + " " + event.unit] += 1;
+  for (const auto& event : recorder.events()) gathers[event.kind + " " + event.unit] += 1;
   return gathers;
 }
 

@@ -232,7 +232,7 @@ LOCKSTEP_THREAD_TEST(FsdpOrder, ListsNameAllUnitsThatAreGatheredAheadOrNone, 2) 
   auto last = *unit_of(*net->unit3);
   const auto expect_step = [&](const std::string& expected) {
     const Recorder recorder;
-    run(net, root, {});
+    run(net, root, {}, Checkpoints::kNone);
     EXPECT_EQ(letters_of(recorder.events("launch")), expected);
   };
   first.set_modules_to_forward_prefetch({*unit_of(*net->unit2), last});
