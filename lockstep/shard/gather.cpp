@@ -46,13 +46,16 @@ at::Tensor gather_whole(const at::Tensor& part, const Layout& layout) {
   const auto axis = static_cast<std::size_t>(axes.front());
   const auto group = layout.mesh().get_group(axes.front());
   const auto dim = sharded_dim(layout.placements()[axis]).value();
-  // All send as much as the first, who has most.
+  // All send as much as the one who has most: the first, unless counts are given.
   auto coordinate = layout.mesh().get_coordinate().value();
   const auto part_of = [&](int place) {
     coordinate[axis] = place;
     return part_at(coordinate, layout.mesh().shape(), layout.placements(), layout.sizes());
   };
   auto sizes = part_of(0).sizes();
+  if (const auto* ragged = std::get_if<RaggedShard>(&layout.placements()[axis])) {
+    sizes[static_cast<std::size_t>(dim)] = *std::max_element(ragged->counts.begin(), ragged->counts.end());
+  }
   auto mine = part.detach();
   if (mine.sizes() != at::IntArrayRef(sizes)) {
     mine = at::zeros(sizes, part.options());

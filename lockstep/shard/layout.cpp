@@ -54,6 +54,15 @@ Ranges sharded(const Ranges& ranges, int64_t index, int64_t count, int64_t split
   return taken;
 }
 
+/// What is left of a dim to the index-th of the ranks that have so many indices of it.
+Ranges ragged(const Ranges& ranges, std::size_t index, const std::vector<int64_t>& counts) {
+  int64_t begin = 0;
+  for (std::size_t i = 0; i < index; ++i) begin += counts[i];
+  Ranges taken;
+  take(taken, ranges, {begin, begin + counts[index]});
+  return taken;
+}
+
 std::string list_text(const std::vector<int64_t>& sizes) {
   return str("[", join(sizes, ", "), "]");
 }
@@ -82,11 +91,33 @@ Placement checked(const DeviceMesh& mesh, std::size_t axis, const Placement& pla
   TORCH_CHECK(*dim >= -ndim && *dim < ndim, where(), " needs a dim ", *dim, ", and the tensor has ", ndim,
               " dims, sizes ", list_text(sizes), ". Give a dim from ", -ndim, " to ", ndim - 1, ".");
   const auto from_front = *dim < 0 ? *dim + ndim : *dim;
+  if (const auto* uneven = std::get_if<RaggedShard>(&placement)) {
+    const auto& counts = uneven->counts;
+    const auto size = sizes[static_cast<std::size_t>(from_front)];
+    const bool fits = static_cast<int64_t>(counts.size()) == mesh.size(static_cast<int64_t>(axis)) &&
+                      std::all_of(counts.begin(), counts.end(), [](int64_t count) { return count >= 0; }) &&
+                      std::accumulate(counts.begin(), counts.end(), int64_t{0}) == size;
+    TORCH_CHECK(fits, where(), " of a tensor of sizes ", list_text(sizes), ": give one count for each rank, together ",
+                size, ".");
+    return RaggedShard(from_front, counts);
+  }
   const auto* strided = std::get_if<StridedShard>(&placement);
   if (strided == nullptr) return Shard(from_front);
   TORCH_CHECK(strided->split_factor >= 1, where(), " of a tensor of sizes ", list_text(sizes),
               ": cannot cut a dim into ", strided->split_factor, " chunks. Give a split_factor of at least 1.");
   return StridedShard(from_front, strided->split_factor);
+}
+
+/// Counts are of the whole dim.
+void check_ragged(const DeviceMesh& mesh, const Placements& placements) {
+  for (std::size_t i = 0; i < placements.size(); ++i) {
+    if (!std::holds_alternative<RaggedShard>(placements[i])) continue;
+    for (std::size_t j = 0; j < placements.size(); ++j) {
+      TORCH_CHECK(i == j || sharded_dim(placements[i]) != sharded_dim(placements[j]), "[lockstep/shard] rank ",
+                  mesh.get_rank(), ", ", mesh, ": ", placements[i], " on ", axis_text(mesh, i), " and ", placements[j],
+                  " on ", axis_text(mesh, j), ": a dim that is cut raggedly is cut by one axis only.");
+    }
+  }
 }
 
 void check_partials(const DeviceMesh& mesh, const Placements& placements) {
@@ -149,6 +180,10 @@ TensorPart part_at(const std::vector<int>& coordinate, const std::vector<int64_t
   for (std::size_t axis = 0; axis < placements.size(); ++axis) {
     const auto dim = sharded_dim(placements[axis]);
     if (!dim) continue;
+    if (const auto* uneven = std::get_if<RaggedShard>(&placements[axis])) {
+      by_dim[*dim] = ragged(by_dim[*dim], static_cast<std::size_t>(coordinate[axis]), uneven->counts);
+      continue;
+    }
     const auto* strided = std::get_if<StridedShard>(&placements[axis]);
     by_dim[*dim] =
         sharded(by_dim[*dim], coordinate[axis], mesh_shape[axis], strided == nullptr ? 1 : strided->split_factor);
@@ -166,6 +201,7 @@ Layout::Layout(DeviceMesh mesh, const Placements& placements, std::vector<int64_
   for (std::size_t axis = 0; axis < placements.size(); ++axis) {
     placements_.push_back(checked(mesh_, axis, placements[axis], sizes_));
   }
+  check_ragged(mesh_, placements_);
   check_partials(mesh_, placements_);
 }
 

@@ -56,8 +56,8 @@ TensorPart part_at(const std::vector<int>& coordinate, const std::vector<int64_t
 class Layout {
  public:
   /// Local. Refuses another number of placements than the mesh has axes, a dim the tensor does not have, a
-  /// split_factor below 1, and reductions that cannot stand beside each other: all Partials have one op, or sum and
-  /// avg.
+  /// split_factor below 1, counts that do not add up, and reductions that cannot stand beside each other: all Partials
+  /// have one op, or sum and avg.
   Layout(DeviceMesh mesh, const Placements& placements, std::vector<int64_t> sizes);
 
   const DeviceMesh& mesh() const { return mesh_; }

@@ -13,6 +13,9 @@ struct Text {
   std::string operator()(const StridedShard& shard) const {
     return str("StridedShard(dim=", shard.dim, ", split_factor=", shard.split_factor, ")");
   }
+  std::string operator()(const RaggedShard& shard) const {
+    return str("RaggedShard(dim=", shard.dim, ", ", join(shard.counts, "+"), ")");
+  }
   std::string operator()(const Partial& partial) const { return str("Partial(", name_of(partial.op), ")"); }
 };
 
@@ -21,6 +24,7 @@ struct Text {
 std::optional<int64_t> sharded_dim(const Placement& placement) {
   if (const auto* shard = std::get_if<Shard>(&placement)) return shard->dim;
   if (const auto* strided = std::get_if<StridedShard>(&placement)) return strided->dim;
+  if (const auto* ragged = std::get_if<RaggedShard>(&placement)) return ragged->dim;
   return std::nullopt;
 }
 

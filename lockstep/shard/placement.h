@@ -8,6 +8,7 @@
 #include <iosfwd>
 #include <optional>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -40,6 +41,16 @@ struct StridedShard {
   int64_t split_factor;
 };
 
+/// Rank i holds the i-th run of neighbouring indices of a dim, counts[i] of them, which add up to its size. No other
+/// axis cuts that dim. Python has none.
+struct RaggedShard {
+  RaggedShard(int64_t tensor_dim, std::vector<int64_t> indices) : dim(tensor_dim), counts(std::move(indices)) {}
+  bool operator==(const RaggedShard&) const = default;
+
+  int64_t dim;
+  std::vector<int64_t> counts;
+};
+
 /// The reductions a Partial may be waiting for.
 inline constexpr std::array kPartialOps = {ReduceOp::SUM, ReduceOp::AVG,  ReduceOp::PRODUCT, ReduceOp::MIN,
                                            ReduceOp::MAX, ReduceOp::BAND, ReduceOp::BOR,     ReduceOp::BXOR};
@@ -52,15 +63,15 @@ struct Partial {
   ReduceOp op;
 };
 
-using Placement = std::variant<Replicate, Shard, StridedShard, Partial>;
+using Placement = std::variant<Replicate, Shard, StridedShard, Partial, RaggedShard>;
 
 /// One per axis of a mesh, in its order.
 using Placements = std::vector<Placement>;
 
-/// The dim that a Shard or StridedShard cuts; none for the others.
+/// The dim that a Shard, StridedShard or RaggedShard cuts; none for the others.
 std::optional<int64_t> sharded_dim(const Placement& placement);
 
-/// "Shard(dim=0)", "Replicate()", "Partial(sum)", "StridedShard(dim=0, split_factor=2)".
+/// "Shard(dim=0)", "Replicate()", "Partial(sum)", "StridedShard(dim=0, split_factor=2)", "RaggedShard(dim=0, 3+0+2)".
 std::string to_string(const Placement& placement);
 /// "(Shard(dim=0), Replicate())".
 std::string to_string(const Placements& placements);

@@ -15,6 +15,10 @@ struct ToTorch {
   Result operator()(const StridedShard& shard) const {
     return std::make_unique<theirs::StridedShard>(shard.dim, shard.split_factor);
   }
+  Result operator()(const RaggedShard& shard) const {
+    TORCH_CHECK(false, "[lockstep/shard] libtorch has no counterpart of ", Placement(shard),
+                ". Use Shard, StridedShard, Replicate or Partial.");
+  }
   Result operator()(const Partial& partial) const { return std::make_unique<theirs::Partial>(name_of(partial.op)); }
 };
 

@@ -11,6 +11,7 @@
 
 namespace lockstep {
 
+/// Refuses a RaggedShard, of which there is none.
 std::unique_ptr<torch::distributed::Placement> to_torch(const Placement& placement);
 
 /// Refuses a class it does not know, and a Partial whose reduction has no name here.

@@ -14,6 +14,7 @@ namespace lockstep {
 namespace {
 
 constexpr const char* kShardFormat = "lockstep shard 1";
+constexpr int64_t kRagged = -1;  // where a StridedShard has its split_factor
 
 c10::impl::GenericDict any_dict() {
   return c10::impl::GenericDict(c10::StringType::get(), c10::AnyType::get());
@@ -28,6 +29,11 @@ c10::IValue ivalue_of(const Placement& placement) {
     return std::vector<int64_t>{strided->dim, strided->split_factor};
   }
   if (const auto* shard = std::get_if<Shard>(&placement)) return std::vector<int64_t>{shard->dim};
+  if (const auto* ragged = std::get_if<RaggedShard>(&placement)) {
+    std::vector<int64_t> numbers{ragged->dim, kRagged};
+    numbers.insert(numbers.end(), ragged->counts.begin(), ragged->counts.end());
+    return numbers;
+  }
   TORCH_CHECK(std::holds_alternative<Replicate>(placement), "[lockstep/state] terms of a sum (", placement,
               ") cannot be saved. Reduce them first.");
   return std::vector<int64_t>{};
@@ -37,6 +43,7 @@ Placement placement_from(const c10::IValue& value) {
   const auto numbers = value.toIntVector();
   if (numbers.empty()) return Replicate();
   if (numbers.size() == 1) return Shard(numbers[0]);
+  if (numbers[1] == kRagged) return RaggedShard(numbers[0], {numbers.begin() + 2, numbers.end()});
   return StridedShard(numbers[0], numbers[1]);
 }
 

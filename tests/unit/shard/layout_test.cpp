@@ -104,6 +104,22 @@ TEST(Layout, SplitsAStridedDimByTheRightAxisFirst) {
   EXPECT_EQ(part_at({1}, {2}, {StridedShard(0, 2)}, {8}).ranges(), (std::vector<Ranges>{{{2, 4}, {6, 8}}}));
 }
 
+// FSDP-99
+TEST(Layout, CutsRaggedlyByCounts) {
+  const Placements placements = {RaggedShard(-1, {2, 0, 3})};
+  const Layout layout(line_of(3), placements, {2, 5});
+  EXPECT_EQ(layout.placements().front(), Placement(RaggedShard(1, {2, 0, 3})));
+  EXPECT_EQ(layout.part_of(0).sizes(), (Sizes{2, 2}));
+  EXPECT_EQ(layout.part_of(1).sizes(), (Sizes{2, 0}));
+  EXPECT_EQ(layout.part_of(2).offsets(), (Sizes{0, 2}));
+  EXPECT_TRUE(layout.cut(at::arange(10).view({2, 5}), 2).equal(at::tensor({2, 3, 4, 7, 8, 9}).view({2, 3})));
+  EXPECT_EQ(layout.dividing_axes(), Sizes{0});
+  EXPECT_THAT(layout.to_string(), ::testing::HasSubstr("RaggedShard(dim=1, 2+0+3)"));
+  expect_error([] { Layout(line_of(3), {RaggedShard(0, {2, 3})}, {5}); }, {"one count for each rank", "together 5"});
+  expect_error([] { Layout(line_of(2), {RaggedShard(0, {2, 2})}, {5}); }, {"together 5"});
+  expect_error([] { Layout(line_of(2), {RaggedShard(0, {6, -1})}, {5}); }, {"together 5"});
+}
+
 // TP-14, TP-15, TP-16: every element is on as many ranks as hold replicas of it
 TEST(Layout, PartsCoverTheTensor) {
   const std::vector<Sizes> meshes = {{1}, {2}, {3}, {4}, {2, 2}, {2, 3}, {4, 2}, {2, 2, 2}};

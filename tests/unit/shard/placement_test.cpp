@@ -58,6 +58,7 @@ TEST(TorchPlacement, HasLibtorchsClasses) {
 }
 
 TEST(TorchPlacement, RefusesWhatHasNoCounterpart) {
+  expect_error([] { to_torch(RaggedShard(0, {1, 2})); }, {"RaggedShard(dim=0, 1+2)"});
   namespace theirs = torch::distributed;
   struct Foreign : theirs::Placement {};
   expect_error([] { from_torch(Foreign()); }, {"[lockstep/shard]", "Foreign", "Use Shard"});
