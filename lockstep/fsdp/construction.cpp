@@ -7,9 +7,11 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <unordered_map>
 
 #include "lockstep/base/str.h"
+#include "lockstep/comm/agreement.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/world.h"
 #include "lockstep/fsdp/unit_registry.h"
@@ -149,11 +151,20 @@ void check_parameter(const std::string& name, const at::Tensor& tensor, int rank
   TORCH_CHECK(tensor.is_leaf(), who, " was computed from other tensors. Shard what it was computed from.");
 }
 
+/// Rows by rank, where they are not divided by the chunk rule.
+std::vector<int64_t> balanced_rows(const at::Tensor& tensor, const FullyShardOptions& options, int64_t ranks) {
+  if (!options.balance || !options.use_orig_params || tensor.numel() == 0) return {};
+  return options.balance->divide(tensor.size(0), static_cast<int64_t>(tensor.nbytes()) / tensor.size(0), ranks);
+}
+
 /// Where a parameter is cut.
-std::pair<DeviceMesh, int64_t> placement_of(const std::string& name, const at::Tensor& tensor,
-                                            const FullyShardOptions& options) {
+std::pair<DeviceMesh, WholeParameter> placed(const std::string& name, const at::Tensor& tensor,
+                                             const FullyShardOptions& options) {
   const auto asked = options.shard_placement_fn ? options.shard_placement_fn(name, tensor) : std::nullopt;
-  if (!asked) return {*options.mesh, 0};
+  if (!asked) {
+    return {*options.mesh,
+            {name, tensor, 0, balanced_rows(tensor, options, options.mesh->size(options.mesh->ndim() - 1))}};
+  }
   auto mesh = asked->mesh.value_or(*options.mesh);
   check_mesh(mesh);
   const auto who =
@@ -166,7 +177,26 @@ std::pair<DeviceMesh, int64_t> placement_of(const std::string& name, const at::T
   const bool is_other = !(mesh == *options.mesh);
   TORCH_CHECK(!is_other || mesh.get_group(mesh.ndim() - 1) != options.mesh->get_group(options.mesh->ndim() - 1), who,
               ": its mesh is another object over the unit's own group. Give it the unit's mesh.");
-  return {std::move(mesh), dim};
+  const auto& rows = asked->rows;
+  const bool is_division = static_cast<int64_t>(rows.size()) == ranks &&
+                           std::all_of(rows.begin(), rows.end(), [](int64_t count) { return count >= 0; }) &&
+                           std::accumulate(rows.begin(), rows.end(), int64_t{0}) == tensor.size(0);
+  TORCH_CHECK(rows.empty() || (dim == 0 && is_division), who, ": rows of ", join(rows, " + "), " along dim ", dim,
+              " were given, and dim 0 has ", tensor.size(0), " for ", ranks, " ranks. Give a number for each.");
+  auto counts = rows.empty() && dim == 0 && !is_other ? balanced_rows(tensor, options, ranks) : rows;
+  return {std::move(mesh), {name, tensor, dim, std::move(counts)}};
+}
+
+/// Ranks that cut differently would gather each other's rows.
+void check_same_placements(const std::vector<std::pair<DeviceMesh, WholeParameter>>& parameters,
+                           const FullyShardOptions& options) {
+  if (!options.shard_placement_fn && !options.balance) return;
+  Facts facts;
+  for (const auto& [mesh, parameter] : parameters) {
+    facts.emplace_back(str("parameter '", parameter.name, "'"),
+                       str("dim ", parameter.dim, ", rows ", join(parameter.counts, " + ")));
+  }
+  check_same_on_all_ranks("where FSDP cuts parameters", facts, options.mesh->get_group(options.mesh->ndim() - 1));
 }
 
 void check_dtypes(const std::vector<std::pair<DeviceMesh, WholeParameter>>& parameters,
@@ -175,7 +205,8 @@ void check_dtypes(const std::vector<std::pair<DeviceMesh, WholeParameter>>& para
   for (const auto& [mesh, parameter] : parameters) {
     const auto dtype = c10::toString(parameter.tensor.scalar_type());
     if (!options.use_orig_params) {
-      TORCH_CHECK(at::isFloatingType(parameter.tensor.scalar_type()) && parameter.dim == 0 && mesh == *options.mesh,
+      TORCH_CHECK(at::isFloatingType(parameter.tensor.scalar_type()) && parameter.dim == 0 &&
+                      parameter.counts.empty() && mesh == *options.mesh,
                   "[lockstep/fsdp] rank ", rank, ": parameter '", parameter.name, "' is ", dtype,
                   " or placed on its own, and a flat parameter holds floating point ones, in one row. Set ",
                   "use_orig_params.");
@@ -297,9 +328,9 @@ std::vector<std::pair<DeviceMesh, WholeParameter>> parameters_in(const Below& be
         !sharer, "[lockstep/fsdp] rank ", rank, ": parameters '", sharer.value_or(""), "' and '", name,
         "' share memory and are two tensors, which would part when they are cut. Make them one: ", "tie_parameter().");
     remember_memory(name, tensor);
-    const auto [mesh, dim] = placement_of(name, tensor, options);
-    parameters.push_back({mesh, {name, tensor, dim}});
+    parameters.push_back(placed(name, tensor, options));
   });
+  check_same_placements(parameters, options);
   check_dtypes(parameters, options, rank);
   check_held(parameters, rank);
   warn_of_views(parameters, rank);

@@ -51,6 +51,16 @@ bool has_gradient(const Member& member) {
                      [](const WholeHandle& handle) { return handle.kept_grad.defined() || grad_of(handle).defined(); });
 }
 
+/// The parts of all ranks, each as long as the longest.
+void fill_ragged(const at::Tensor& input, const Cut& cut, const at::Tensor& whole, double scale) {
+  for (int64_t rank = 0; rank < cut.ranks(); ++rank) {
+    const auto part = whole.narrow(0, cut.begin(rank), cut.count(rank));
+    const auto begin = rank * cut.padded();
+    copy_scaled(part_of(input, {begin, begin + part.numel()}).view(part.sizes()), part, scale);
+    part_of(input, {begin + part.numel(), begin + cut.padded()}).zero_();
+  }
+}
+
 at::Tensor run_hooks(const at::Tensor& shard, at::Tensor grad) {
   for (const auto& hook : torch::autograd::impl::hooks(shard)) grad = (*hook)({grad})[0];
   return grad;
@@ -221,7 +231,9 @@ void GradientReduction::fill(const at::Tensor& input, const Member& member, doub
     if (!source.defined()) source = grad;
     const auto place = part_of(input, {handle.offset, handle.offset + c10::multiply_integers(handle.sizes)});
     if (!source.defined()) {
-      place.zero_();
+      (cut.is_ragged() ? input : place).zero_();
+    } else if (cut.is_ragged()) {
+      fill_ragged(input, cut, source, scale);
     } else if (cut.is_in_order()) {
       copy_scaled(place.view(handle.sizes), source, scale);
     } else {
@@ -230,7 +242,7 @@ void GradientReduction::fill(const at::Tensor& input, const Member& member, doub
     }
   }
   const auto used = cut.numel();
-  if (used < input.numel()) input.narrow(0, used, input.numel() - used).zero_();
+  if (used < input.numel() && !cut.is_ragged()) input.narrow(0, used, input.numel() - used).zero_();
 }
 
 void GradientReduction::launch(const ReductionSettings& settings) {

@@ -19,7 +19,8 @@ inline constexpr char kFlatName[] = "_flat_param";
 struct WholeParameter {
   std::string name;
   at::Tensor tensor;
-  int64_t dim = 0;  // along which it is cut
+  int64_t dim = 0;                   // along which it is cut
+  std::vector<int64_t> counts = {};  // how many indices each rank has; none: by the chunk rule
 };
 
 /// What a module computes with. A flat parameter has many, others one.

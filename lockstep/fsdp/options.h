@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/fsdp/shard_balance.h"
 #include "lockstep/mesh/device_mesh.h"
 
 namespace torch::nn {
@@ -80,6 +81,9 @@ struct ShardPlacement {
   int64_t dim = 0;
   /// Unset: the unit's.
   std::optional<DeviceMesh> mesh = std::nullopt;
+  /// How many rows each rank that shards has, the same on all ranks; together all. For dim 0. Empty: each as many as
+  /// the first one until they run out. Others cost a copy per gather, and room as if all had the most.
+  std::vector<int64_t> rows = {};
 };
 
 struct FullyShardOptions {
@@ -91,6 +95,9 @@ struct FullyShardOptions {
   /// Asked for every parameter by the name its module has for it; nothing: dim 0 on the unit's mesh. Unset: for all.
   std::function<std::optional<ShardPlacement>(const std::string& name, const at::Tensor& parameter)>
       shard_placement_fn = nullptr;
+  /// Divides rows that do not divide evenly by bytes, for parameters for which no rows are given. Unset: the first
+  /// ranks have more. Of no effect on flat parameters, which are cut by element.
+  std::shared_ptr<ShardBalance> balance = nullptr;
   MixedPrecisionPolicy mp_policy = {};
   std::optional<CPUOffloadPolicy> offload_policy = std::nullopt;
   /// These stay as they are: not sharded, and their gradients are not reduced. Parameters, or modules with all that is

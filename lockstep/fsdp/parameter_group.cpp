@@ -2,6 +2,7 @@
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
@@ -40,6 +41,11 @@ GroupPtr replicating_group(const DeviceMesh& mesh) {
 Layout layout_on(const DeviceMesh& mesh, const Cut& cut) {
   Placements placements(static_cast<std::size_t>(mesh.ndim()), Replicate());
   placements.back() = Shard(cut.dim());
+  if (cut.is_ragged()) {
+    std::vector<int64_t> counts;
+    for (int64_t rank = 0; rank < cut.ranks(); ++rank) counts.push_back(cut.count(rank));
+    placements.back() = RaggedShard(cut.dim(), std::move(counts));
+  }
   return {mesh, placements, cut.sizes()};
 }
 
@@ -50,6 +56,15 @@ std::string freed_message(const std::string& name) {
 
 /// Parts of the ranks, one behind the other, as the whole tensor.
 at::Tensor in_order(const at::Tensor& parts, const Cut& cut) {
+  if (cut.is_ragged()) {
+    auto whole = at::empty_like(parts);  // as long: reshard_after_forward may cut it again
+    for (int64_t rank = 0; rank < cut.ranks(); ++rank) {
+      const auto begin = cut.begin(rank) * cut.row();
+      const auto elements = cut.count(rank) * cut.row();
+      whole.narrow(0, begin, elements).copy_(parts.narrow(0, rank * cut.padded(), elements));
+    }
+    return whole;
+  }
   return parts.view({cut.ranks(), cut.before(), -1}).transpose(0, 1).contiguous().view({-1});
 }
 
@@ -105,15 +120,17 @@ ParameterGroup::ParameterGroup(const std::vector<WholeParameter>& parameters, co
   const bool requires_grad = parameters.front().tensor.requires_grad();
   handle_count_ = parameters.size();
   std::vector<at::Tensor> values;  // of this rank's shards
-  const auto add = [&](const std::string& name, const at::Tensor& whole, int64_t dim) -> Member& {
-    Member member{.name = name, .cut = Cut(whole.sizes().vec(), dim, ranks), .handles = {}};
+  const auto add = [&](const std::string& name, const at::Tensor& whole, const Cut& divided) -> Member& {
+    Member member{.name = name, .cut = divided, .handles = {}};
+    const auto dim = divided.dim();
     values.push_back(whole.narrow(dim, member.cut.begin(rank), member.cut.count(rank)).clone());
     members_.push_back(std::move(member));
     return members_.back();
   };
   std::vector<at::Tensor> gradients;  // from before, which stay as those of a parameter would
   const auto take = [&](Member& member, const WholeParameter& parameter, int64_t offset) {
-    const auto& [name, tensor, dim] = parameter;
+    const auto& name = parameter.name;
+    const auto& tensor = parameter.tensor;
     tensor.mutable_grad().reset();
     const auto dtype = gathered_dtype(tensor.scalar_type());
     member.handles.push_back({name, tensor.sizes().vec(), offset, {tensor, dtype, owner, freed_message(name)}});
@@ -123,13 +140,17 @@ ParameterGroup::ParameterGroup(const std::vector<WholeParameter>& parameters, co
     for (const auto& parameter : parameters) {
       trainable.push_back(parameter.tensor.requires_grad());
       gradients.push_back(gradient_of(parameter.tensor));
-      take(add(parameter.name, parameter.tensor.detach(), parameter.dim), parameter, 0);
+      const auto sizes = parameter.tensor.sizes().vec();
+      const auto divided = parameter.counts.empty() ? Cut(sizes, parameter.dim, ranks) : Cut(sizes, parameter.counts);
+      take(add(parameter.name, parameter.tensor.detach(), divided), parameter, 0);
     }
   } else {
     std::vector<at::Tensor> rows;
     for (const auto& parameter : parameters) rows.push_back(parameter.tensor.detach().reshape({-1}));
     gradients.push_back(flat_gradient(parameters));
-    auto& flat = add(kFlatName, at::cat(rows), 0);
+    int64_t elements = 0;
+    for (const auto& row : rows) elements += row.numel();
+    auto& flat = add(kFlatName, at::cat(rows), Cut({elements}, 0, ranks));
     rows.clear();
     trainable.push_back(requires_grad);
     int64_t offset = 0;
