@@ -267,6 +267,9 @@ FullyShardOptions completed(FullyShardOptions options, const torch::nn::Module& 
     TORCH_CHECK(!find_unit(*module), "[lockstep/fsdp] ", module->name(), " is to be ignored and sharded already.");
   }
   if (options.sharding_strategy) apply_strategy(options);
+  TORCH_CHECK(
+      !options.keep_parts || (options.reshard_after_forward && options.reshard_after_forward->is_count()),
+      "[lockstep/fsdp] keep_parts without a number in reshard_after_forward: say how many neighbours keep them.");
   const auto ranks = options.mesh->size(options.mesh->ndim() - 1);
   if (options.reshard_after_forward && options.reshard_after_forward->is_count()) {
     const auto count = options.reshard_after_forward->ranks();

@@ -92,6 +92,10 @@ struct FullyShardOptions {
   std::optional<DeviceMesh> mesh = std::nullopt;
   /// Unset: yes, but not those of the root, which backward would gather at once.
   std::optional<ReshardAfterForward> reshard_after_forward = std::nullopt;
+  /// With a number in reshard_after_forward: what its neighbours keep serves later forwards as well, until gradients
+  /// are reduced or a shard is written. So an accumulation, or an evaluation, gathers over all ranks once, as on a
+  /// hybrid mesh, and optimizer state is divided over all of them nevertheless.
+  bool keep_parts = false;
   /// Asked for every parameter by the name its module has for it; nothing: dim 0 on the unit's mesh. Unset: for all.
   std::function<std::optional<ShardPlacement>(const std::string& name, const at::Tensor& parameter)>
       shard_placement_fn = nullptr;

@@ -291,6 +291,7 @@ at::ScalarType ParameterGroup::gathered_dtype(at::ScalarType dtype) const {
 
 void ParameterGroup::set_full_precision(bool is_full_precision) {
   is_full_precision_ = is_full_precision;
+  kept_.clear();
   if (members_.empty()) return;
   const c10::InferenceMode none(false);
   const at::NoGradGuard no_grad;
@@ -330,10 +331,11 @@ void ParameterGroup::launch_gather(Pass pass, bool for_backward) {
   const c10::InferenceMode none(false);
   const at::NoGradGuard no_grad;
   const NotIntercepted below;
+  if (options_.keep_parts && changed_since_gather() != nullptr) kept_.clear();
   take_back_shards();
   watch_->clear();
   follow_requires_grad();
-  if (for_backward && !kept_.empty()) return launch_gather_between();
+  if ((for_backward || options_.keep_parts) && !kept_.empty()) return launch_gather_between();
   kept_.clear();
   if (launch_on_host(pass, for_backward)) return;
   const int64_t ranks = group_->getSize();
@@ -399,7 +401,7 @@ void ParameterGroup::finish_gather() {
   if (std::exchange(is_from_host_, false)) gathered_ = share_->gathered();
   TORCH_CHECK(gathered_.size() == members_.size(), "[lockstep/fsdp] rank ", mesh_.get_rank(), ": unit '", unit_,
               "' was to be whole, but its gather was left out");
-  kept_.clear();
+  if (!options_.keep_parts) kept_.clear();
   for (std::size_t i = 0; i < members_.size(); ++i) {
     auto& member = members_[i];
     auto& whole = gathered_[i];
@@ -409,7 +411,7 @@ void ParameterGroup::finish_gather() {
 }
 
 void ParameterGroup::free() {
-  kept_.clear();
+  drop_parts();
   gathered_.clear();
   for (auto& member : members_) {
     for (auto& handle : member.handles) handle.memory.free();
@@ -420,7 +422,8 @@ void ParameterGroup::free_until_backward() {
   if (!between_) return free();
   const at::NoGradGuard no_grad;
   const NotIntercepted below;
-  std::vector<at::Tensor> parts;
+  auto parts = std::exchange(kept_, {});
+  if (!parts.empty()) gathered_.clear();  // they were gathered from these
   for (const auto& whole : gathered_) {
     const auto length = whole.numel() / between_->getSize();
     auto part = allocate_buffer(length, whole.options(), between_);

@@ -60,6 +60,8 @@ class ParameterGroup {
   void free();
   /// As free(), but this rank's part for the backward's gather stays if there is a group for that.
   void free_until_backward();
+  /// The next gather is over all ranks.
+  void drop_parts() { kept_.clear(); }
   /// Whether shards were written, or exchanged, since they were gathered last. Names the first one.
   const std::string* changed_since_gather() const;
   /// Lets whole parameters require gradients as their shards do: those may be frozen or thawed between passes.

@@ -329,7 +329,8 @@ void UnitTree::check_order(const Unit& unit) const {
 
 void UnitTree::free(Unit& unit) {
   if (unit.memory_ != Unit::Memory::kWhole || unit.users_ > 0 || unit.is_summoned_) return;
-  const bool is_needed_again = pass_ == Pass::kForward && unit.is_used_;
+  const bool is_reduced = pass_ == Pass::kBackward && syncs(unit);
+  const bool is_needed_again = (pass_ == Pass::kForward && unit.is_used_) || (unit.options_.keep_parts && !is_reduced);
   take_step(unit, pass_, "reshard", [&] {
     for (const auto& group : unit.groups_) {
       take_step(*group, pass_, "free", [&] { is_needed_again ? group->free_until_backward() : group->free(); });
@@ -512,7 +513,13 @@ void UnitTree::end_backward() {
     for (const auto& group : unit->groups_) group->gradients().refuse_whole();
   }
   are_whole_refused_ = true;
-  for (const auto& unit : all) rest(*unit, frees_after_backward(*unit));
+  for (const auto& unit : all) {
+    rest(*unit, frees_after_backward(*unit));
+    // A step comes next, though shards of no elements do not show it.
+    for (const auto& group : unit->groups_) {
+      if (syncs(*unit)) group->drop_parts();
+    }
+  }
   end_passes();
   note({.kind = StepEvent::Kind::kEndBackward});
   if (!mirrored_) last_step_ = std::exchange(step_, {});

@@ -283,6 +283,62 @@ TEST(FsdpPlacement, KeepsPartsAmongNeighboursUntilBackward) {
   });
 }
 
+// FSDP-99
+TEST(FsdpPlacement, NeighboursMayKeepPartsUntilGradientsAreReduced) {
+  testing::run_threads_in_gtest({.world_size = 4}, [](const World& world) {
+    const auto accumulate = [&](auto& model, const auto& no_sync, int step) {
+      {
+        const auto scope = no_sync();
+        for (int micro = 0; micro < 2; ++micro) loss_of(model, world, 10 * step + micro).backward();
+      }
+      loss_of(model, world, 10 * step + 2).backward();
+    };
+    DistributedDataParallel ddp(net(), DdpOptions{.process_group = world.group()});
+    SGD plain(ddp.parameters(), SGDOptions(0.1).momentum(0.9));
+    auto model = net();
+    auto root = sharded(model, {.mesh = mesh_of(world), .reshard_after_forward = 2, .keep_parts = true});
+    SGD optimizer(model->parameters(), SGDOptions(0.1).momentum(0.9));
+    const auto gathers = [](const testing::Recorder& recorder, int size) {
+      const auto events = recorder.events("launch");
+      return std::count_if(events.begin(), events.end(), [&](const auto& event) {
+        return event.kind.starts_with("all_gather") && event.group_size == size;
+      });
+    };
+    for (int step = 0; step < 3; ++step) {
+      plain.zero_grad();
+      accumulate(ddp, [&] { return ddp.no_sync(); }, step);
+      plain.step();
+      optimizer.zero_grad();
+      {
+        testing::Recorder recorder;
+        accumulate(model, [&] { return root.no_sync(); }, step);
+        EXPECT_EQ(gathers(recorder, 4), step == 0 ? 4 : 0) << "one for each unit, unless an evaluation has done it";
+        EXPECT_GE(gathers(recorder, 2), 4 * 3);
+      }
+      optimizer.step();
+      const at::NoGradGuard no_grad;
+      {
+        testing::Recorder recorder;
+        EXPECT_TRUE(model->forward(batch(world, 7)).allclose(ddp->forward(batch(world, 7)), 1e-5, 1e-6));
+        EXPECT_EQ(gathers(recorder, 4), 4) << "after a step";
+      }
+      {
+        testing::Recorder recorder;
+        model->forward(batch(world, 8));
+        EXPECT_EQ(gathers(recorder, 4), 0) << "since the last one";
+      }
+      // What is written between forwards is seen.
+      if (step == 1) {
+        for (const auto& parameter : ddp.parameters()) parameter.data().mul_(1.5);
+        for (const auto& parameter : model->parameters()) parameter.data().mul_(1.5);
+        EXPECT_TRUE(model->forward(batch(world, 7)).allclose(ddp->forward(batch(world, 7)), 1e-5, 1e-6));
+      }
+    }
+    expect_same_parameters(*model, *ddp.module(), "kept by two", 1e-5);
+    expect_error([&] { fully_shard(net(), {.mesh = mesh_of(world), .keep_parts = true}); }, {"how many neighbours"});
+  });
+}
+
 // FSDP-23
 TEST(FsdpPlacement, LeavesIgnoredModulesAlone) {
   testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
