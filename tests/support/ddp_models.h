@@ -53,10 +53,28 @@ struct BranchyImpl : torch::nn::Module {
 };
 TORCH_MODULE(Branchy);
 
+/// While one lives, what is told once is told always. The setting is the process's, and ranks may be threads.
+class TellAlways {
+ public:
+  TellAlways() { add(1); }
+  ~TellAlways() { add(-1); }
+  TellAlways(const TellAlways&) = delete;
+  TellAlways& operator=(const TellAlways&) = delete;
+
+ private:
+  static void add(int change) {
+    static std::mutex mutex;
+    static int count = 0;
+    const std::lock_guard lock(mutex);
+    count += change;
+    c10::WarningUtils::set_warnAlways(count > 0);
+  }
+};
+
 /// Keeps warnings instead of printing them, while it lives.
 class Warnings : c10::WarningHandler {
  public:
-  Warnings() : guard_(this), always_(true) {}
+  Warnings() : guard_(this) {}
   void process(const c10::Warning& warning) override { texts_.push_back(warning.msg()); }
   int count(const std::string& part) const {
     return static_cast<int>(std::count_if(texts_.begin(), texts_.end(),
@@ -66,7 +84,7 @@ class Warnings : c10::WarningHandler {
  private:
   std::vector<std::string> texts_;
   const c10::WarningUtils::WarningHandlerGuard guard_;
-  const c10::WarningUtils::WarnAlways always_;
+  const TellAlways always_;
 };
 
 /// The same weights on all ranks and in all runs.

@@ -5,6 +5,7 @@
 #include <c10/core/GradMode.h>
 #include <torch/optim/sgd.h>
 
+#include <algorithm>
 #include <memory>
 #include <random>
 #include <utility>
@@ -28,6 +29,11 @@ using ProgramStep = RandomProgram::Step;
 constexpr double kMaxNorm = 0.1;
 // In double precision: what is summed in another order is far nearer than what is wrong.
 constexpr double kProgramTolerance = 1e-9;
+constexpr double kLowTolerance = 1e-4;
+
+bool has_frozen(const TreeNode& node) {
+  return node.is_frozen || std::any_of(node.children.begin(), node.children.end(), has_frozen);
+}
 
 bool has_children(NodeKind kind) {
   return kind == NodeKind::kChain || kind == NodeKind::kResidual || kind == NodeKind::kTwice || kind == NodeKind::kIdle;
@@ -180,24 +186,51 @@ std::vector<at::Tensor> train_sharded(const RandomProgram& program, detail::Tree
   return losses;
 }
 
-void compare_rank(const RandomProgram& program, const World& world) {
-  const auto build = [&] { return std::make_shared<detail::TreeModel>(program.model); };
-  const auto whole = build_deterministically_as(build);
-  const auto expected = train_in_one_process(program, *whole, world.rank());
-  const auto model = build_deterministically_as(build);
-  FullyShardOptions options{.forward_prefetch = program.forward_prefetch,
+FullyShardOptions options_of(const RandomProgram& program, const World& world) {
+  FullyShardOptions options{.use_orig_params = !program.is_flat,
+                            .forward_prefetch = program.forward_prefetch,
                             .backward_prefetch = program.backward_prefetch,
                             .limit_all_gathers = program.limit_all_gathers};
   if (program.is_hybrid) {
     options.mesh = init_device_mesh("cpu", {2, 2}, {.mesh_dim_names = {"replicate", "shard"}});
   }
-  auto root = model->shard(with_mesh(options, world.group()));
-  const auto losses = train_sharded(program, *model, root, world.rank());
-  for (std::size_t i = 0; i < expected.size(); ++i) {
-    check_equal(str("loss ", i), losses.at(i), expected[i],
-                {.relative = kProgramTolerance, .absolute = kProgramTolerance});
+  if (program.is_low) options.mp_policy = {.param_dtype = at::kFloat, .reduce_dtype = at::kDouble};
+  options = with_mesh(options, world.group());
+  if (program.cuts_columns) {
+    options.shard_placement_fn = [ranks = options.mesh->size(options.mesh->ndim() - 1)](const std::string& /*name*/,
+                                                                                        const at::Tensor& parameter) {
+      const bool is_cut = parameter.dim() == 2 && parameter.size(1) % ranks == 0;
+      return is_cut ? std::optional(ShardPlacement{.dim = 1}) : std::nullopt;
+    };
   }
-  check_sharded_parity(*whole, *model, {}, kProgramTolerance);
+  return options;
+}
+
+/// Parameters have no names of their own in a flat one, nor their gradients.
+void compare_flat(const torch::nn::Module& whole, const torch::nn::Module& model, const Tolerance& tolerance) {
+  const auto found = get_full_params(model);
+  for (const auto& item : whole.named_parameters()) {
+    check_equal(str("parameter '", item.key(), "'"), found.at(item.key()), item.value().detach(), tolerance);
+  }
+}
+
+void compare_rank(const RandomProgram& program, const World& world) {
+  const auto build = [&] { return std::make_shared<detail::TreeModel>(program.model); };
+  const auto whole = build_deterministically_as(build);
+  const auto expected = train_in_one_process(program, *whole, world.rank());
+  const auto model = build_deterministically_as(build);
+  auto root = model->shard(options_of(program, world));
+  const auto losses = train_sharded(program, *model, root, world.rank());
+  const auto close = program.is_low ? kLowTolerance : kProgramTolerance;
+  const Tolerance tolerance{.relative = close, .absolute = close, .compare_dtype = !program.is_low};
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    check_equal(str("loss ", i), losses.at(i), expected[i], tolerance);
+  }
+  if (program.is_flat) {
+    compare_flat(*whole, *model, tolerance);
+  } else {
+    check_sharded_parity(*whole, *model, {}, close);
+  }
 }
 
 /// Changes that make the tree simpler by one thing, each applied to a copy.
@@ -234,6 +267,9 @@ std::vector<RandomProgram> simpler_programs(const RandomProgram& program) {
   with([](RandomProgram& each) { each.forward_prefetch = true; });
   with([](RandomProgram& each) { each.backward_prefetch = BackwardPrefetch::kBackwardPre; });
   with([](RandomProgram& each) { each.limit_all_gathers = true; });
+  with([](RandomProgram& each) { each.is_flat = false; });
+  with([](RandomProgram& each) { each.cuts_columns = false; });
+  with([](RandomProgram& each) { each.is_low = false; });
   for (int size = 1; size < program.world_size; ++size) {
     with([size](RandomProgram& each) { each.world_size = size, each.is_hybrid = false; });
   }
@@ -256,6 +292,7 @@ std::string RandomProgram::describe() const {
   return str(world_size,
              is_hybrid ? " ranks in two replicas: " : " ranks: ", forward_prefetch ? "" : "no prefetch in forward, ",
              kPrefetches[static_cast<std::size_t>(backward_prefetch)], limit_all_gathers ? "" : "all ahead, ",
+             is_flat ? "flat, " : "", cuts_columns ? "columns cut, " : "", is_low ? "in float, " : "",
              join(names, ", "), "; ", describe_node(model));
 }
 
@@ -270,6 +307,9 @@ RandomProgram random_program(uint64_t seed) {
   program.forward_prefetch = !dice.one_in(4);
   if (dice.one_in(2)) program.backward_prefetch = static_cast<BackwardPrefetch>(dice.below(3));
   program.limit_all_gathers = !dice.one_in(4);
+  program.is_flat = !has_frozen(program.model) && dice.one_in(2);
+  program.cuts_columns = !program.is_flat && dice.one_in(3);
+  program.is_low = dice.one_in(4);
   return program;
 }
 

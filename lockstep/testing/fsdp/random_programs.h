@@ -54,6 +54,12 @@ struct RandomProgram {
   bool forward_prefetch = true;
   BackwardPrefetch backward_prefetch = BackwardPrefetch::kBackwardPre;
   bool limit_all_gathers = true;
+  /// One flat parameter per unit. Only if nothing is frozen: such a parameter is as a whole.
+  bool is_flat = false;
+  /// Weights whose columns the ranks divide evenly are cut along these.
+  bool cuts_columns = false;
+  /// Computes in float, reduces and steps in double.
+  bool is_low = false;
 
   /// "2 ranks: train, clip; chain(unit linear, frozen norm)"
   std::string describe() const;

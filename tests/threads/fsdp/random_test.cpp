@@ -1,6 +1,7 @@
 // Random module trees, options and steps against one process; and worlds too large to run.
 #include "lockstep/base/str.h"
 #include "lockstep/comm/fake/fake_backend.h"
+#include "lockstep/fsdp/memory_plan.h"
 #include "lockstep/testing/fsdp/random_programs.h"
 #include "lockstep/testing/fsdp/small_models.h"
 #include "lockstep/testing/interpose.h"
@@ -56,6 +57,14 @@ TEST(FsdpRandom, FailuresShrink) {
     return each.world_size > 2 && each.describe().find("idle") == std::string::npos && each.steps.size() > 1;
   });
   EXPECT_EQ(small.describe(), "3 ranks: train, train; linear");
+  // Options too, each by itself.
+  for (bool RandomProgram::*option : {&RandomProgram::is_flat, &RandomProgram::cuts_columns, &RandomProgram::is_low}) {
+    RandomProgram all = random_program(3);
+    all.is_flat = all.cuts_columns = all.is_low = true;
+    const auto needed = simplest(all, [&](const RandomProgram& each) { return each.*option; });
+    EXPECT_EQ(needed.is_flat + needed.cuts_columns + needed.is_low, 1);
+    EXPECT_TRUE(needed.*option);
+  }
 }
 
 // TEST-64: on one of 1024 ranks, which the others need not be there for.
@@ -69,6 +78,13 @@ TEST(FsdpRandom, PretendWorldsCutAndCallAsRealOnes) {
     EXPECT_EQ(rows("1.in_proj.weight"), rank * 3 < 2800 ? std::min(3, 2800 - rank * 3) : 0);
     EXPECT_EQ(rows("1.out_proj.weight"), rank < 700 ? 1 : 0);
     EXPECT_TRUE(fake.backend->calls().empty());
+    // Plans need no memory but the shards: of 2100 x 700 and 700 x 2100 floats, and their biases.
+    const auto plan = memory_plan(*model);
+    EXPECT_EQ(plan.units.size(), 4U);
+    EXPECT_GE(plan.units[0].whole, int64_t{4} * (2 * 2100 * 700 + 2100 + 700));
+    EXPECT_GE(plan.units[0].shards * 1024, plan.units[0].whole);
+    EXPECT_LT(plan.units[0].shards, 4 * (4 * 700 + 2200));
+    EXPECT_GT(plan.peak, plan.units[1].whole + plan.between_steps);
   }
   const auto fake = make_fake_group(5, 1024);
   MLPStack model(6);
