@@ -63,11 +63,11 @@ void run_process_test(const std::string& test, const RunOptions& options, const 
 #define LOCKSTEP_THREAD_TEST_CASE(name, ranks)            \
   LOCKSTEP_TEST_CASE_OF(                                  \
       name, LOCKSTEP_JOINED(lockstep_on_rank_, __LINE__), \
-      ::lockstep::testing::run_thread_test({.world_size = ranks}, LOCKSTEP_JOINED(lockstep_on_rank_, __LINE__)))
+      ::lockstep::testing::run_thread_test({.world_size = (ranks)}, LOCKSTEP_JOINED(lockstep_on_rank_, __LINE__)))
 
 /// A test whose ranks are processes.
-#define LOCKSTEP_PROCESS_TEST_CASE(name, ranks)                                            \
-  LOCKSTEP_TEST_CASE_OF(name, LOCKSTEP_JOINED(lockstep_on_rank_, __LINE__),                \
-                        ::lockstep::testing::run_process_test(name, {.world_size = ranks}, \
+#define LOCKSTEP_PROCESS_TEST_CASE(name, ranks)                                              \
+  LOCKSTEP_TEST_CASE_OF(name, LOCKSTEP_JOINED(lockstep_on_rank_, __LINE__),                  \
+                        ::lockstep::testing::run_process_test(name, {.world_size = (ranks)}, \
                                                               LOCKSTEP_JOINED(lockstep_on_rank_, __LINE__)))
 // NOLINTEND(cppcoreguidelines-macro-usage)
