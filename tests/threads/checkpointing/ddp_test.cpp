@@ -1,12 +1,10 @@
 // Checkpointing inside of DistributedDataParallel, and around it: gradients of the whole batch without it.
-#include <ATen/autocast_mode.h>
-
+#include "lockstep/nn/functional_collectives.h"
 #include "tests/support/ddp_models.h"
 
 namespace lockstep::checkpointed_ddp_test {
 
 using namespace ddp_models;
-using testing::Recorder;
 
 /// Ranks are threads here and share the default generator.
 CheckpointOptions options() {
@@ -135,14 +133,20 @@ LOCKSTEP_THREAD_TEST(CheckpointedDdp, FindsUnusedParametersInCheckpoints, 2) {
 
 // A wrapper inside of a checkpoint only computes when it runs again: no buffers are sent, nothing is armed.
 LOCKSTEP_THREAD_TEST(CheckpointedDdp, TheWrapperItselfMayBeCheckpointed, 2) {
-  for (const auto& settings :
-       {DdpOptions{}, DdpOptions{.find_unused_parameters = true}, DdpOptions{.static_graph = true}}) {
-    DistributedDataParallel ddp(seeded(PlainMlp(kSizes)), world.group(), settings);
-    for (int step = 0; step < 3; ++step) {
-      zero_grads(ddp);
-      const auto output = checkpoint(options(), [&](const at::Tensor& in) { return ddp(in); }, rows_of(world, step));
-      loss_of(output).backward();
-      expect_close(gradients_of(ddp), whole_batch(step));
+  for (const bool early_stop : {true, false}) {
+    for (const auto& settings :
+         {DdpOptions{}, DdpOptions{.find_unused_parameters = true}, DdpOptions{.static_graph = true}}) {
+      DistributedDataParallel ddp(seeded(PlainMlp(kSizes)), world.group(), settings);
+      const auto run = [&](const at::Tensor& in) { return ddp(in); };
+      for (int step = 0; step < 3; ++step) {
+        zero_grads(ddp);
+        const auto output =
+            checkpoint({.preserve_rng_state = false, .early_stop = early_stop}, run, rows_of(world, step));
+        const testing::Recorder recorder;
+        loss_of(output).backward();
+        testing::expect_none(recorder.events(), "ddp_forward");
+        expect_close(gradients_of(ddp), whole_batch(step));
+      }
     }
   }
 }
@@ -196,6 +200,39 @@ LOCKSTEP_THREAD_TEST(CheckpointedDdp, RunsAgainWithTheCopiesOfItsForward, 2) {
     return gradients_of(wrapper);
   };
   expect_close(step(ddp), step(plain), 0);
+}
+
+/// Computes with a mean over all ranks.
+struct SyncedImpl : torch::nn::Module {
+  SyncedImpl(bool saves, GroupPtr group) : saves_(saves), group_(std::move(group)) {}
+  at::Tensor forward(const at::Tensor& input) {
+    const auto run = [this](const at::Tensor& in) {
+      const auto hidden = first->forward(in);
+      return at::tanh(hidden * functional::all_reduce(hidden.exp().mean(0), group_));
+    };
+    return head->forward(saves_ ? checkpoint(options(), run, input) : run(input));
+  }
+  torch::nn::Linear first = register_module("first", torch::nn::Linear(4, 4));
+  torch::nn::Linear head = register_module("head", torch::nn::Linear(4, 2));
+
+ private:
+  const bool saves_;
+  const GroupPtr group_;
+};
+TORCH_MODULE(Synced);
+
+// Collectives inside of a checkpoint run again on all ranks, between those of the reducer.
+LOCKSTEP_THREAD_TEST(CheckpointedDdp, RunsCollectivesAgain, 2) {
+  DistributedDataParallel plain(seeded(Synced(false, world.group())), world.group());
+  DistributedDataParallel ddp(seeded(Synced(true, world.group())), world.group());
+  for (int step = 0; step < 3; ++step) {
+    zero_grads(plain);
+    zero_grads(ddp);
+    const auto rows = my_rows(random_batch(8, 4, static_cast<uint64_t>(step)), world);
+    plain(rows).pow(2).sum().backward();
+    ddp(rows).pow(2).sum().backward();
+    expect_close(gradients_of(ddp), gradients_of(plain), 0);
+  }
 }
 
 LOCKSTEP_THREAD_TEST(CheckpointedDdp, IsMirroredByRanksThatRanOut, 3) {

@@ -531,6 +531,19 @@ TEST(Checkpoint, KeepsNothingBehindABackwardThatRetainsItsGraph) {
   other.sum().backward();
 }
 
+// Neither builds up the stack: a graph that is dropped, one that is run.
+TEST(Checkpoint, ChainsMayBeLong) {
+  for (const bool runs_backward : {false, true}) {
+    const auto x = make_input();
+    auto y = x;
+    for (int i = 0; i < 20'000; ++i) {
+      y = checkpoint({.preserve_rng_state = false}, [](const at::Tensor& in) { return in.sin(); }, y);
+    }
+    if (runs_backward) y.sum().backward();
+    EXPECT_EQ(x.grad().defined(), runs_backward);
+  }
+}
+
 TEST(CheckpointSequential, RunsAllButTheLastSegmentAgain) {
   torch::nn::Sequential layers;
   for (int i = 0; i < 5; ++i) layers->push_back(make_block(0.2));
