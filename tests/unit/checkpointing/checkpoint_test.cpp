@@ -531,7 +531,7 @@ TEST(Checkpoint, KeepsNothingBehindABackwardThatRetainsItsGraph) {
   other.sum().backward();
 }
 
-// Neither builds up the stack: a graph that is dropped, one that is run.
+// Neither a graph that is dropped nor one that is run builds up the stack.
 TEST(Checkpoint, ChainsMayBeLong) {
   for (const bool runs_backward : {false, true}) {
     const auto x = make_input();
