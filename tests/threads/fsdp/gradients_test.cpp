@@ -385,8 +385,8 @@ TEST(FsdpGradients, ABackwardInsideOfABackwardTrainsRight) {
     const auto loss = [&](auto& model, int step) {
       auto hidden = model->table->forward(batch(world, step));
       // The inner ones are over by then, and the step is not.
-      hidden.register_hook([&](const at::Tensor&) {
-        for (const auto& shard : model->parameters()) EXPECT_FALSE(shard.grad().defined());
+      hidden.register_hook([&pair](const at::Tensor&) {
+        for (const auto& shard : pair.model->parameters()) EXPECT_FALSE(shard.grad().defined());
       });
       for (auto& block : model->blocks) hidden = Inner::apply(hidden, reinterpret_cast<int64_t>(block.get()));
       return model->head->forward(hidden).pow(2).mean();
