@@ -19,6 +19,7 @@
 #include "lockstep/intercept/part_mark.h"
 #include "lockstep/nn/gradient_copy.h"
 #include "lockstep/shard/flat.h"
+#include "lockstep/shard/layout_of.h"
 
 namespace lockstep::detail {
 namespace {
@@ -67,7 +68,7 @@ at::Tensor run_hooks(const at::Tensor& shard, at::Tensor grad) {
 }
 
 bool has_hooks(const at::Tensor& shard) {
-  return !torch::autograd::impl::hooks(shard).empty() || torch::autograd::impl::post_acc_grad_hooks(shard) != nullptr;
+  return has_gradient_hooks(shard) || torch::autograd::impl::post_acc_grad_hooks(shard) != nullptr;
 }
 
 }  // namespace

@@ -4,6 +4,8 @@
 #include <torch/csrc/autograd/cpp_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+
 #include "lockstep/comm/call.h"
 
 namespace lockstep {
@@ -53,6 +55,15 @@ void set_layout(const at::Tensor& tensor, Layout layout) {
   auto* meta = impl::materialize_autograd_meta(tensor);
   if (!meta->cpp_hooks_list_) impl::create_cpp_hook(tensor);
   meta->cpp_hooks_list_->emplace_back(LayoutHook{std::move(shared)});
+}
+
+bool has_gradient_hooks(const at::Tensor& tensor) {
+  const auto* meta = impl::get_autograd_meta(tensor);
+  if (meta == nullptr) return false;
+  if (!meta->cpp_hooks_list_) return !meta->hooks_.empty();
+  const auto is_others = [](auto& hook) { return hook && hook.template target<LayoutHook>() == nullptr; };
+  return meta->hooks_.size() > 1 ||
+         std::any_of(meta->cpp_hooks_list_->begin(), meta->cpp_hooks_list_->end(), is_others);
 }
 
 void clear_layout(const at::Tensor& tensor) {

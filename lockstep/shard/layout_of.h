@@ -21,6 +21,9 @@ std::shared_ptr<const Layout> layout_of(const at::Tensor& tensor);
 /// whoever gives it other ones later sets another layout. Local.
 void set_layout(const at::Tensor& tensor, Layout layout);
 
+/// Whether somebody else has hooked its gradient: a layout is held by a hook too.
+bool has_gradient_hooks(const at::Tensor& tensor);
+
 /// Does nothing if there is none.
 void clear_layout(const at::Tensor& tensor);
 

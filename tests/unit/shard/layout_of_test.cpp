@@ -103,21 +103,26 @@ TEST(LayoutOf, SurvivesWhatModulesDo) {
 TEST(LayoutOf, LeavesGradientsAndHooksAlone) {
   const auto tensor = carrier();
   const auto plain = at::ones({2, 3}).requires_grad_();
+  EXPECT_FALSE(has_gradient_hooks(tensor));
+  EXPECT_FALSE(has_gradient_hooks(at::ones({2})));
   int calls = 0;
   const auto position = tensor.register_hook([&](const at::Tensor& gradient) {
     ++calls;
     return gradient * 3;
   });
+  EXPECT_TRUE(has_gradient_hooks(tensor));
   for (const auto& each : {tensor, plain}) (each * each * 5).sum().backward();
   check_equal("the user's hook counts", tensor.grad(), plain.grad() * 3);
   EXPECT_EQ(calls, 1);
   tensor.remove_hook(position);
+  EXPECT_FALSE(has_gradient_hooks(tensor));
   EXPECT_NE(layout_of(tensor), nullptr);
   tensor.mutable_grad() = at::Tensor();
   (tensor * tensor * 5).sum().backward();
   check_equal("without it", tensor.grad(), plain.grad());
   const auto before = at::ones({2, 3}).requires_grad_();
   before.register_hook([](const at::Tensor& gradient) { return gradient * 2; });
+  EXPECT_TRUE(has_gradient_hooks(before));
   set_layout(before, layout_for(4));
   before.sum().backward();
   check_equal("a hook from before", before.grad(), at::full({2, 3}, 2.F));
