@@ -75,7 +75,13 @@ struct Surroundings::Again::State {
   std::vector<std::shared_ptr<void>> around;
 };
 
-Surroundings::Again::Again(const Surroundings& surroundings) : state_(std::make_unique<State>()) {
+Surroundings::Again::Again() : state_(std::make_unique<State>()) {
+  // Casts of this run end with it: weights change between steps.
+  at::autocast::increment_nesting();
+}
+
+// What throws half-way is undone: the destructor runs.
+Surroundings::Again::Again(const Surroundings& surroundings) : Again() {
   for (const auto& each : surroundings.generators_) {
     state_->generators.push_back(state_of_generator(each.generator));
     restore(each);
@@ -85,8 +91,6 @@ Surroundings::Again::Again(const Surroundings& surroundings) : state_(std::make_
     set(each);
   }
   at::autocast::set_autocast_cache_enabled(surroundings.is_autocast_cached_);
-  // Casts of this run end with it: weights change between steps.
-  at::autocast::increment_nesting();
   for (const auto& reenter : surroundings.around_) state_->around.push_back(reenter());
 }
 

@@ -35,6 +35,8 @@ class Surroundings {
     Again& operator=(const Again&) = delete;
 
    private:
+    Again();
+
     struct State;
     std::unique_ptr<State> state_;
   };

@@ -69,6 +69,19 @@ TreeNode random_node(Dice& dice, int depth) {
   return node;
 }
 
+/// Half of the programs have checkpoints. From dice of their own: programs without are what they were before there were
+/// any.
+void add_checkpoints(TreeNode& node, Dice& dice) {
+  if (dice.one_in(3)) node.checkpoint = static_cast<TreeNode::Checkpoint>(1 + dice.below(3));
+  for (auto& child : node.children) add_checkpoints(child, dice);
+}
+
+TreeNode without_checkpoints(TreeNode node) {
+  node.checkpoint = TreeNode::Checkpoint::kNone;
+  for (auto& child : node.children) child = without_checkpoints(child);
+  return node;
+}
+
 const char* name_of_kind(NodeKind kind) {
   static constexpr const char* kNames[] = {"linear", "norm", "mlp", "chain", "residual", "twice", "idle"};
   return kNames[static_cast<std::size_t>(kind)];
@@ -82,6 +95,8 @@ const char* name_of_step(ProgramStep step) {
 
 std::string describe_node(const TreeNode& node) {
   std::string text = node.is_frozen ? "frozen " : "";
+  static constexpr const char* kCheckpoints[] = {"", "checkpointed ", "wholly checkpointed ", "partly checkpointed "};
+  text += kCheckpoints[static_cast<std::size_t>(node.checkpoint)];
   if (node.is_unit) text += "unit ";
   if (const auto& reshard = node.reshard_after_forward) {
     text += reshard->is_count() ? "halving " : reshard->ranks() == 1 ? "staying " : "resharding ";
@@ -215,10 +230,12 @@ void compare_flat(const torch::nn::Module& whole, const torch::nn::Module& model
 }
 
 void compare_rank(const RandomProgram& program, const World& world) {
-  const auto build = [&] { return std::make_shared<detail::TreeModel>(program.model); };
-  const auto whole = build_deterministically_as(build);
+  const auto build_of = [](const TreeNode& node) {
+    return build_deterministically_as([&] { return std::make_shared<detail::TreeModel>(node); });
+  };
+  const auto whole = build_of(without_checkpoints(program.model));
   const auto expected = train_in_one_process(program, *whole, world.rank());
-  const auto model = build_deterministically_as(build);
+  const auto model = build_of(program.model);
   auto root = model->shard(options_of(program, world));
   const auto losses = train_sharded(program, *model, root, world.rank());
   const auto close = program.is_low ? kLowTolerance : kProgramTolerance;
@@ -244,6 +261,10 @@ std::vector<TreeNode> simpler_trees(const TreeNode& node) {
   with([](TreeNode& each) { each.is_unit = false, each.reshard_after_forward.reset(); });
   with([](TreeNode& each) { each.reshard_after_forward.reset(); });
   with([](TreeNode& each) { each.is_frozen = false; });
+  with([](TreeNode& each) { each.checkpoint = TreeNode::Checkpoint::kNone; });
+  with([](TreeNode& each) {
+    if (each.checkpoint != TreeNode::Checkpoint::kNone) each.checkpoint = TreeNode::Checkpoint::kPlain;
+  });
   with([](TreeNode& each) { each.kind = has_children(each.kind) ? NodeKind::kChain : NodeKind::kLinear; });
   for (std::size_t i = 0; i < node.children.size(); ++i) {
     if (node.children.size() > 1) {
@@ -310,6 +331,8 @@ RandomProgram random_program(uint64_t seed) {
   program.is_flat = !has_frozen(program.model) && dice.one_in(2);
   program.cuts_columns = !program.is_flat && dice.one_in(3);
   program.is_low = dice.one_in(4);
+  Dice checkpoints(seed + 1'000'000);
+  if (checkpoints.one_in(2)) add_checkpoints(program.model, checkpoints);
   return program;
 }
 

@@ -31,6 +31,13 @@ struct TreeNode {
   bool is_unit = false;
   std::optional<ReshardAfterForward> reshard_after_forward = std::nullopt;  // a number only if it divides the ranks
   bool is_frozen = false;                                                   // its own parameters
+  enum class Checkpoint {
+    kNone,
+    kPlain,      // its forward runs again in backward
+    kToTheEnd,   // without an early stop
+    kSelective,  // without its products
+  };
+  Checkpoint checkpoint = Checkpoint::kNone;
 
   bool operator==(const TreeNode&) const = default;
 };

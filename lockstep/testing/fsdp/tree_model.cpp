@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "lockstep/checkpointing/checkpoint.h"
 #include "lockstep/testing/run.h"
 
 namespace lockstep::testing::detail {
@@ -32,6 +33,16 @@ at::Tensor TreeModule::through_children(at::Tensor value) {
 }
 
 at::Tensor TreeModule::forward(const at::Tensor& input) {
+  if (node_.checkpoint == TreeNode::Checkpoint::kNone) return run(input);
+  // Ranks are threads, which share the default generator; there is nothing random in it.
+  CheckpointOptions options{.preserve_rng_state = false};
+  options.early_stop = node_.checkpoint != TreeNode::Checkpoint::kToTheEnd;
+  if (node_.checkpoint == TreeNode::Checkpoint::kSelective)
+    options.policy = save_operators({"aten::addmm", "aten::mm"});
+  return checkpoint(options, [this](const at::Tensor& in) { return run(in); }, input);
+}
+
+at::Tensor TreeModule::run(const at::Tensor& input) {
   switch (node_.kind) {
     case TreeNode::Kind::kLinear:
       return at::tanh(first_->forward(input));

@@ -19,11 +19,13 @@ class TreeModule : public torch::nn::Module {
   static constexpr int64_t kWidth = 5;
 
   explicit TreeModule(const TreeNode& node);
+  /// In a checkpoint, if the node says so.
   at::Tensor forward(const at::Tensor& input);
   /// Makes units of the nodes that shall be some, inner ones first.
   void shard(const FullyShardOptions& options);
 
  private:
+  at::Tensor run(const at::Tensor& input);
   at::Tensor through_children(at::Tensor value);
 
   const TreeNode node_;
