@@ -14,6 +14,7 @@
 #include <set>
 #include <tuple>
 
+#include "lockstep/checkpointing/checkpoint.h"
 #include "lockstep/ddp/distributed_data_parallel.h"
 
 namespace lockstep::testing::combinations {
@@ -125,6 +126,18 @@ struct BatchNormNet : TwoLayers {
   torch::nn::BatchNorm1d norm = register_module("norm", torch::nn::BatchNorm1d(kHidden));
 };
 
+/// Its first two layers run again in backward, the second one inside of the first one's checkpoint.
+struct CheckpointedNet : TwoLayers {
+  at::Tensor forward(const at::Tensor& input, int64_t /*choice*/) {
+    // Ranks may be threads, which share the default generator; there is nothing random in it.
+    const CheckpointOptions options{.preserve_rng_state = false};
+    const auto inner = [this](const at::Tensor& hidden) { return at::tanh(middle->forward(hidden)); };
+    const auto outer = [this, options, inner](const at::Tensor& in) { return checkpoint(options, inner, begin(in)); };
+    return last->forward(checkpoint(options, outer, input));
+  }
+  Linear middle = register_module("middle", Linear(kHidden, kHidden));
+};
+
 struct BranchyNet : TwoLayers {
   at::Tensor forward(const at::Tensor& input, int64_t choice) {
     return last->forward(at::tanh((choice == 0 ? left : right)->forward(begin(input))));
@@ -226,6 +239,7 @@ const std::vector<ModelKind>& model_kinds() {
        .dtype = at::kComplexFloat,
        .wide_dtype = at::kComplexDouble},
       {"batch norm", "BatchNormNet", nets_of<BatchNormNet>},
+      {"checkpointed", "CheckpointedNet", nets_of<CheckpointedNet>},
       {"branches by step", "BranchyNet /* left or right by step */", nets_of<BranchyNet>,
        [](int step, int) { return step % 2; }},
       {"branches by rank", "BranchyNet /* left or right by rank */", nets_of<BranchyNet>,
