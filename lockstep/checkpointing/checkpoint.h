@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <tuple>
 #include <type_traits>
@@ -98,6 +99,8 @@ template <class T>
 inline constexpr bool kIsBorrowed = false;
 template <class T>
 inline constexpr bool kIsBorrowed<c10::ArrayRef<T>> = true;
+template <class T, std::size_t kExtent>
+inline constexpr bool kIsBorrowed<std::span<T, kExtent>> = true;
 
 /// A kept argument as the function got it: as an lvalue or as an rvalue.
 template <class Arg, class Kept>
@@ -142,7 +145,9 @@ template <class F, class... Args>
   requires detail::CanBeCalled<F, Args...>
 decltype(auto) checkpoint(const CheckpointOptions& options, F&& function, Args&&... args) {
   static_assert((!detail::kIsBorrowed<std::decay_t<Args>> && ...),
-                "checkpoint() keeps its arguments until backward: give it a vector instead of an ArrayRef.");
+                "checkpoint() keeps its arguments until backward: give it a vector instead of an ArrayRef or a span.");
+  static_assert((std::is_copy_constructible_v<std::decay_t<Args>> && ...),
+                "checkpoint() keeps copies of its arguments until backward: give it a shared_ptr to what has none.");
   if (!c10::GradMode::is_enabled()) return detail::call(function, std::forward<Args>(args)...);
   using Kept = std::pair<std::decay_t<F>, std::tuple<std::decay_t<Args>...>>;
   const auto kept = std::make_shared<Kept>(std::piecewise_construct, std::forward_as_tuple(std::as_const(function)),

@@ -40,7 +40,7 @@ SavedTensorsScope saved_tensors_hooks(std::function<std::any(const at::Tensor&)>
                                       std::function<at::Tensor(const std::any&)> unpack);
 
 struct SaveOnCpuOptions {
-  /// Copies both ways run beside the computation, from and to pinned memory.
+  /// In pinned memory: neither copy holds up the thread, as each is enqueued on the current stream.
   bool pin_memory = false;
 };
 
