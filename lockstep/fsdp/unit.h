@@ -109,4 +109,15 @@ class Unit final : public StorageOwner, public std::enable_shared_from_this<Unit
   UnitSettings settings_;
 };
 
+/// Calls visit(handle, number) for all that a unit's modules compute with.
+template <class Visit>
+void for_each_handle(const Unit& unit, const Visit& visit) {
+  std::size_t number = 0;
+  for (const auto& group : unit.groups()) {
+    for (const auto& member : group->members()) {
+      for (const auto& handle : member.handles) visit(handle, number++);
+    }
+  }
+}
+
 }  // namespace lockstep::detail

@@ -1,7 +1,6 @@
 #include "lockstep/fsdp/unit_tree.h"
 
 #include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/engine.h>
@@ -62,17 +61,6 @@ void or_refuse(const Unit& unit, const Action& action) {
   } catch (...) {
     announce_refusal(unit.mesh().get_group(unit.mesh().ndim() - 1), std::current_exception());
     throw;
-  }
-}
-
-/// Calls visit(handle, number) for all that a unit's modules compute with.
-template <class Visit>
-void for_each_handle(const Unit& unit, const Visit& visit) {
-  std::size_t number = 0;
-  for (const auto& group : unit.groups()) {
-    for (const auto& member : group->members()) {
-      for (const auto& handle : member.handles) visit(handle, number++);
-    }
   }
 }
 
@@ -650,33 +638,10 @@ void UnitTree::add_weights(const Unit& root, double weight, at::Device device) {
   TORCH_CHECK(weight_of_all_ > 0, root.who(), ": the weights of all ranks are zero: there is nothing to average.");
 }
 
-void UnitTree::set_step_listener(StepListener* listener) {
-  const std::lock_guard lock(mutex_);
-  listener_ = listener;
-  step_.clear();
-}
-
 bool UnitTree::has_written_shards() const {
   const std::lock_guard lock(mutex_);
   const auto all = units();
   return std::any_of(all.begin(), all.end(), [](const UnitPtr& unit) { return changed_parameter(*unit) != nullptr; });
-}
-
-void UnitTree::note(const StepEvent& event) {
-  if (listener_ != nullptr && !mirrored_) step_.push_back(event);
-}
-
-void UnitTree::check_zeroed() const {
-  for (const auto& unit : units()) {
-    for (const auto& group : unit->groups_) {
-      for (const auto& member : group->members()) {
-        const auto& grad = member.shard.grad();
-        TORCH_CHECK(!grad.defined() || !grad.any().item<bool>(), unit->who(), ": parameter '", member.name,
-                    "' has a gradient of an earlier backward, inside of a Join scope, where ranks that ran out of ",
-                    "inputs could not tell. Zero gradients before every backward there.");
-      }
-    }
-  }
 }
 
 void UnitTree::check_registered() const {
@@ -699,60 +664,6 @@ void UnitTree::check_registered() const {
                   "gradient that nobody averages: ranks would train it differently. Register it before, or shard its ",
                   "module before its root.");
     });
-  }
-}
-
-bool UnitTree::mirror_step() {
-  const std::lock_guard lock(mutex_);
-  const at::NoGradGuard no_grad;
-  if (last_step_.empty()) return false;
-  for (const auto& unit : units()) {
-    for (const auto& group : unit->groups_) {
-      for (const auto& member : group->members()) member.shard.mutable_grad().reset();
-    }
-  }
-  mirrored_ = std::make_shared<int>();
-  is_backward_mirrored_ = false;
-  try {
-    for (const auto& event : last_step_) mirror(event);
-  } catch (...) {
-    mirrored_.reset();
-    throw;
-  }
-  mirrored_.reset();
-  return true;
-}
-
-void UnitTree::mirror(const StepEvent& event) {
-  const auto unit = unit_at(event.unit);
-  switch (event.kind) {
-    case StepEvent::Kind::kTouch:
-      is_backward_mirrored_ = event.is_backward;
-      if (unit) touch(*unit, event.is_recorded);
-      break;
-    case StepEvent::Kind::kEndOperator:
-      if (unit) end_operator(*unit);
-      break;
-    case StepEvent::Kind::kWeights:
-      for (const auto& each : units()) {  // a root may have no parameters
-        if (each->groups_.empty()) continue;
-        if (const auto root = units_.back().lock()) add_weights(*root, 0, each->groups_.front()->device());
-        break;
-      }
-      break;
-    case StepEvent::Kind::kGradient:
-      is_backward_mirrored_ = true;
-      if (!unit) break;
-      for_each_handle(*unit, [&](const WholeHandle& handle, std::size_t number) {
-        const auto tensor = handle.tensor();
-        if (number == event.handle && tensor.defined())
-          tensor.mutable_grad() = at::zeros(tensor.sizes(), tensor.options());
-      });
-      gradient_arrived(*unit);
-      break;
-    case StepEvent::Kind::kEndBackward:
-      end_backward();
-      break;
   }
 }
 
