@@ -45,15 +45,6 @@ std::vector<FoundUnit> found_units(const torch::nn::Module& model) {
   return units;
 }
 
-void for_each_handle(const lockstep::detail::Unit& unit,
-                     const std::function<void(const lockstep::detail::WholeHandle& handle)>& visit) {
-  for (const auto& group : unit.groups()) {
-    for (const auto& member : group->members()) {
-      for (const auto& handle : member.handles) visit(handle);
-    }
-  }
-}
-
 }  // namespace
 
 void assert_module_states(
@@ -98,7 +89,7 @@ void visit_full_params(const torch::nn::Module& model,
   // Flat parameters have many, whose names only the unit knows.
   for (const auto& each : units) {
     if (each.unit->options().use_orig_params) continue;
-    for_each_handle(*each.unit, [&](const lockstep::detail::WholeHandle& handle) {
+    for_each_handle(*each.unit, [&](const lockstep::detail::WholeHandle& handle, std::size_t /*number*/) {
       visit(lockstep::detail::joined_name(each.name, handle.name), handle.tensor());
     });
   }
@@ -166,7 +157,7 @@ void check_units_are_idle(const torch::nn::Module& model) {
   for (const auto& each : found_units(model)) {
     // One rank alone has nothing to free.
     const bool frees = each.unit->mesh().size(each.unit->mesh().ndim() - 1) > 1;
-    for_each_handle(*each.unit, [&](const lockstep::detail::WholeHandle& handle) {
+    for_each_handle(*each.unit, [&](const lockstep::detail::WholeHandle& handle, std::size_t /*number*/) {
       const auto whole = handle.tensor();
       if (!whole.defined()) return;
       const auto what = str("parameter '", handle.name, "' of ", each.describe());

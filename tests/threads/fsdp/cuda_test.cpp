@@ -1,6 +1,8 @@
-// Sharded units on an accelerator: two ranks share one GPU by gloo, one rank has NCCL and is made to shard.
+// Sharded units on an accelerator: two ranks share one GPU by gloo; one rank is made to shard, alone and over NCCL.
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <cstdlib>
 
 #include "lockstep/comm/values.h"
 #include "lockstep/fsdp/state_dict.h"
@@ -24,6 +26,9 @@ class FsdpOnGpu : public ::testing::Test {
 
   static void on_gpu(const testing::RankBody& body) {
     testing::run_threads_in_gtest({.world_size = 1, .backend = "nccl"}, body);
+    ::setenv("LOCKSTEP_CONNECT_ALONE", "1", 1);
+    testing::run_threads_in_gtest({.world_size = 1, .backend = "nccl"}, body);
+    ::unsetenv("LOCKSTEP_CONNECT_ALONE");
     testing::run_threads_in_gtest({.world_size = 2, .backend = "gloo"}, body);
   }
 
