@@ -50,8 +50,7 @@ c10::Device compute_device() {
   const auto world = current_world();
   if (!world || world->device().is_cpu()) return at::kCPU;
   // Rank threads share a device by backends that copy through the host: there is nothing to gain.
-  const bool is_native =
-      world->world_size() == 1 || world->group()->getBackend(world->device().type())->getBackendName() == "nccl";
+  const bool is_native = world->group()->getBackend(world->device().type())->getBackendName() == "nccl";
   return is_native ? world->device() : c10::Device(at::kCPU);
 }
 
