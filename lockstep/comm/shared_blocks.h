@@ -14,8 +14,10 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
+#include "lockstep/comm/agreement.h"
 #include "lockstep/comm/pending.h"
 #include "lockstep/shm/side_by_side.h"
 
@@ -36,6 +38,9 @@ class SharedBlocks {
     std::size_t bytes = 0;
     /// What is wanted side by side; each of whole pages.
     std::vector<Piece> pieces = {};
+    /// What the blocks hold, for errors; compared like the rest.
+    std::string what = {};
+    Facts contents = {};
   };
 
   /// Whether the ranks of the group are processes of one host that share memory. Local. Rank threads do not count, who
@@ -43,7 +48,8 @@ class SharedBlocks {
   static bool are_possible(const GroupPtr& group);
   static bool is_piece(std::size_t offset, std::size_t bytes) { return shm::SideBySide::fits(offset, bytes); }
 
-  /// Null on all ranks if one of them cannot. Collective, and all ranks have the same plan. REQUIRES: are_possible().
+  /// Null on all ranks if one of them cannot. Collective; ranks whose plans differ are told by the first difference.
+  /// REQUIRES: are_possible().
   static std::shared_ptr<SharedBlocks> make(const Plan& plan, const GroupPtr& group);
   ~SharedBlocks();
   SharedBlocks(const SharedBlocks&) = delete;

@@ -229,10 +229,10 @@ void check_dtypes(const std::vector<std::pair<DeviceMesh, WholeParameter>>& para
 void check_held(const std::vector<std::pair<DeviceMesh, WholeParameter>>& parameters, int rank) {
   for (const auto& [mesh, parameter] : parameters) {
     // The register and this list.
-    TORCH_CHECK(parameter.tensor.use_count() > 2 || mesh.size() == 1, "[lockstep/fsdp] rank ", rank, ": parameter '",
-                parameter.name,
-                "' is held by its module's register only, so a forward would read its shard. Keep what ",
-                "register_parameter() returns in a member, and compute with that.");
+    TORCH_CHECK(
+        parameter.tensor.use_count() > 2 || mesh.size() == 1, "[lockstep/fsdp] rank ", rank, ": parameter '",
+        parameter.name, "' is held by its module's register only, so a forward would read its shard. Keep what ",
+        "register_parameter() returns in a member, and compute with that; to tie parameters use ", "tie_parameter().");
   }
 }
 

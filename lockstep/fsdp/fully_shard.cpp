@@ -4,6 +4,7 @@
 #include <torch/optim/lbfgs.h>
 #include <torch/optim/optimizer.h>
 
+#include <algorithm>
 #include <unordered_map>
 #include <utility>
 
@@ -43,6 +44,19 @@ void check_module(const std::shared_ptr<torch::nn::Module>& module) {
               " only holds modules and has no forward. Shard the modules in it.");
 }
 
+/// A unit that finds all it could hold in another one would be empty for good.
+void check_order_of_sharding(const std::vector<std::shared_ptr<torch::nn::Module>>& modules, const detail::Below& below,
+                             bool is_empty) {
+  if (!is_empty || !below.units.empty()) return;
+  for (const auto& module : modules) {
+    const auto parameters = module->parameters();
+    const bool is_late = std::any_of(parameters.begin(), parameters.end(),
+                                     [](const at::Tensor& parameter) { return layout_of(parameter) != nullptr; });
+    TORCH_CHECK(!is_late, "[lockstep/fsdp] the parameters of ", module->name(),
+                " are in the unit of a module around it already. Shard inner modules first.");
+  }
+}
+
 void check_root(const detail::Unit& unit, const char* what) {
   TORCH_CHECK(unit.is_root(), unit.who(), ": ", what, "() is for the root");
 }
@@ -61,6 +75,7 @@ FsdpUnit fully_shard(const std::vector<std::shared_ptr<torch::nn::Module>>& modu
   }
   detail::prepare(below, completed);
   const auto parameters = detail::parameters_in(below, completed);
+  check_order_of_sharding(modules, below, parameters.empty());
   const auto between = detail::group_between(completed);
   const auto unit = std::make_shared<detail::Unit>(modules, completed, *completed.mesh);
   unit->shard(parameters);
@@ -300,6 +315,7 @@ FsdpNoSync::FsdpNoSync(std::shared_ptr<detail::Unit> root) : root_(std::move(roo
 }
 
 FsdpNoSync::~FsdpNoSync() {
+  if (!root_) return;  // moved away
   root_->tree().end_no_sync();
 }
 

@@ -3,7 +3,7 @@
 //
 //   for (auto& block : *model->blocks) lockstep::fully_shard(*block);   // inner units first
 //   lockstep::fully_shard(*model);                                      // what is left
-//   lockstep::optim::AdamW optimizer(model->parameters(), 1e-3);        // after sharding: these are shards
+//   torch::optim::AdamW optimizer(model->parameters(), 1e-3);           // after sharding: these are shards
 //   ...
 //   model->forward(x).mean().backward();
 //   optimizer.step();
@@ -19,6 +19,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lockstep/fsdp/options.h"
@@ -44,6 +45,7 @@ class FsdpNoSync {
  public:
   explicit FsdpNoSync(std::shared_ptr<detail::Unit> root);
   ~FsdpNoSync();
+  FsdpNoSync(FsdpNoSync&& other) noexcept : root_(std::move(other.root_)) {}
   FsdpNoSync(const FsdpNoSync&) = delete;
   FsdpNoSync& operator=(const FsdpNoSync&) = delete;
 

@@ -7,6 +7,8 @@
 #include <cstring>
 #include <utility>
 
+#include "lockstep/base/str.h"
+
 namespace lockstep::detail {
 namespace {
 
@@ -31,7 +33,12 @@ std::unique_ptr<HostShare> HostShare::make(const std::vector<Member>& members, i
 HostShare::HostShare(const std::vector<Member>& members, int64_t elements, at::ScalarType dtype, GroupPtr group)
     : group_(std::move(group)), elements_(elements), dtype_(dtype) {
   for (const auto& member : members) {
-    const auto& part = parts_.emplace_back(Part{member.offset, member.cut.padded(), is_mapped(member, dtype)});
+    const auto& part = parts_.emplace_back(
+        Part{.name = member.name,
+             .sizes = str("sizes [", join(member.cut.sizes(), ", "), "], dim ", member.cut.dim(), " divided"),
+             .offset = member.offset,
+             .elements = member.cut.padded(),
+             .is_mapped = is_mapped(member, dtype)});
     if (!part.is_mapped) {
       copied_bytes_ += part.elements * group_->getSize() * static_cast<int64_t>(elementSize(dtype));
     }
@@ -44,8 +51,10 @@ int64_t HostShare::shown_bytes() const {
 
 void HostShare::connect() {
   const auto item = elementSize(dtype_);
-  SharedBlocks::Plan plan{.bytes = static_cast<std::size_t>(shown_bytes())};
+  SharedBlocks::Plan plan{.bytes = static_cast<std::size_t>(shown_bytes()),
+                          .what = str("the parameters of FSDP unit '", unit_, "'")};
   for (const auto& part : parts_) {
+    plan.contents.emplace_back(str("parameter '", part.name, "'"), part.sizes);
     if (!part.is_mapped) continue;
     plan.pieces.push_back(
         {static_cast<std::size_t>(part.offset) * item, static_cast<std::size_t>(part.elements) * item});

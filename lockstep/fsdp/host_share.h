@@ -11,6 +11,7 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "lockstep/comm/pending.h"
@@ -28,6 +29,8 @@ class HostShare {
   /// members are fixed; in the flat buffer of `elements`, those that are mapped come first.
   static std::unique_ptr<HostShare> make(const std::vector<Member>& members, int64_t elements, at::ScalarType dtype,
                                          const GroupPtr& group);
+  /// In errors.
+  void set_unit_name(const std::string& name) { unit_ = name; }
 
   /// Shows `source`, the flat buffer. Nothing on all ranks if it turned out that they cannot. Collective.
   std::optional<Pending> launch(const at::Tensor& source);
@@ -45,6 +48,8 @@ class HostShare {
   void connect();
 
   struct Part {
+    std::string name;
+    std::string sizes;
     int64_t offset;
     int64_t elements;
     bool is_mapped;
@@ -57,6 +62,7 @@ class HostShare {
   std::shared_ptr<SharedBlocks> blocks_;
   std::vector<at::Tensor> mapped_;  // by member; undefined for others
   bool is_shown_ = false;
+  std::string unit_;
 };
 
 }  // namespace lockstep::detail

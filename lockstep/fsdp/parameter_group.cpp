@@ -187,6 +187,7 @@ void ParameterGroup::set_unit_name(const std::string& name) {
   unit_ = name;
   gather_label_ = CallLabel{.text = interned(str("gather of FSDP unit '", name, "'")), .is_compared = true};
   gradients_.set_unit_name(name);
+  if (share_) share_->set_unit_name(name);
 }
 
 void ParameterGroup::set_all_gather(std::shared_ptr<AllGatherComm> comm) {
@@ -226,6 +227,7 @@ void ParameterGroup::rebuild(const at::TensorOptions& options) {
   }
   const bool shares = may_share_ && is_divided_ && device_.is_cpu();
   share_ = shares ? HostShare::make(members_, elements, dtype, group_) : nullptr;
+  if (share_) share_->set_unit_name(unit_);
   // Before views are made of it, which inherit the mark.
   watched_.reset();
   watched_.emplace(shards_, watch_);

@@ -102,7 +102,7 @@ WrapPolicy size_based_wrap_policy(int64_t min_num_params) {
 
 FsdpUnit shard_by_policy(torch::nn::Module& root, const WrapPolicy& policy, const FullyShardOptions& options) {
   detail::for_each_module(root, [](const std::string& name, const torch::nn::Module& module) {
-    TORCH_CHECK(!detail::find_unit(module), "[lockstep/fsdp] '", name,
+    TORCH_CHECK(!detail::find_unit(module), "[lockstep/fsdp] '", name.empty() ? module.name() : name,
                 "' is sharded already: a policy picks all units ", "of a tree, or none.");
   });
   auto completed = options;

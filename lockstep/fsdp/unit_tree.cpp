@@ -131,7 +131,8 @@ void UnitTree::check_access(const Unit& unit, const OperatorCall& call, c10::Arr
           TORCH_CHECK(storage_of(handle.tensor()) != storage_of(each.tensor), unit.who(), ": ", call.name(),
                       " writes to parameter '", handle.name,
                       "', which is whole only while it is used: the change would be lost. Change the ",
-                      "shard in parameters(), or open a summon_full_params() scope.");
+                      "shard in parameters(), or open a summon_full_params() scope. If an optimizer does it, it was ",
+                      "made before fully_shard() or of members: make it of parameters() after fully_shard().");
         }
       }
     }

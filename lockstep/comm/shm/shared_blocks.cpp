@@ -77,6 +77,9 @@ bool SharedBlocks::are_possible(const GroupPtr& group) {
 
 std::shared_ptr<SharedBlocks> SharedBlocks::make(const Plan& plan, const GroupPtr& group) {
   free_unread();
+  auto facts = plan.contents;
+  facts.emplace_back("bytes", std::to_string(plan.bytes));
+  check_same_on_all_ranks(plan.what, facts, group);
   const std::shared_ptr<SharedBlocks> blocks(new SharedBlocks(group, plan.bytes));
   blocks->meet();
   bool is_mapped = true;

@@ -172,6 +172,34 @@ TEST(FsdpOnOneHost, KeepsWhatALateRankStillReads) {
   EXPECT_TRUE(report.has_passed()) << report.describe();
 }
 
+struct ShuffledImpl : torch::nn::Module {
+  ShuffledImpl(const World& world, const std::string& what) {
+    const bool is_other = world.rank() == 1;
+    for (const auto* name : {"a", "b"}) {
+      const auto shown = what == "order" && is_other ? (std::string(name) == "a" ? "b" : "a") : name;
+      layers.push_back(register_module(shown, Linear(64, what == "sizes" && is_other ? 128 : 64)));
+    }
+  }
+  std::vector<Linear> layers;
+};
+TORCH_MODULE(Shuffled);
+
+// FSDP-100
+TEST(FsdpOnOneHost, RefusesParametersThatDifferByRank) {
+  const auto report = testing::run_processes_from_gtest({.world_size = 2, .backend = "shm"}, [](const World& world) {
+    for (const std::string what : {"order", "sizes"}) {
+      Shuffled model(world, what);
+      // As one unit, so that names of units do not tell.
+      fully_shard({model->layers[0].ptr(), model->layers[1].ptr()},
+                  {.mesh = DeviceMesh::from_group(world.group(), "cpu")});
+      auto root = fully_shard(*model, {.mesh = DeviceMesh::from_group(world.group(), "cpu")});
+      testing::expect_error([&] { model->layers[0]->forward(at::ones({1, 64})); },
+                            {what == "sizes" ? "128" : "parameter '", "rank 1"});
+    }
+  });
+  EXPECT_TRUE(report.has_passed()) << report.describe();
+}
+
 // FSDP-98
 TEST(FsdpOnOneHost, IsPartOfTheMemoryPlan) {
   const auto report = testing::run_processes_from_gtest({.world_size = 2, .backend = "shm"}, [](const World& world) {

@@ -80,4 +80,15 @@ TEST(FsdpRefusals, ParametersThatAnInnerUnitIgnoresAreNone) {
   });
 }
 
+// FSDP-2, FSDP-34
+LOCKSTEP_THREAD_TEST(FsdpRefusals, InnerModulesBehindTheOneAroundThem, 2) {
+  auto model = net();
+  fully_shard(model, {.mesh = mesh_of(world)});
+  expect_error([&] { fully_shard(model->blocks[0], {.mesh = mesh_of(world)}); }, {"Shard inner modules first"});
+  auto root = *unit_of(*model);
+  std::optional<FsdpNoSync> kept;  // a guard can be handed on
+  kept.emplace(root.no_sync());
+  kept.reset();
+}
+
 }  // namespace lockstep::fsdp_refusals_test
