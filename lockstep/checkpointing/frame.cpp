@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "lockstep/base/str.h"
+#include "lockstep/intercept/key.h"
 #include "lockstep/intercept/operator_call.h"
 
 namespace lockstep::detail {
@@ -132,8 +133,12 @@ CheckpointFrame::CheckpointFrame(const CheckpointOptions& options, const std::ve
       kept_(options.policy ? std::make_shared<KeptResults>(options.policy, options.allow_cache_entry_mutation)
                            : nullptr),
       log_(options.debug ? std::make_shared<OperatorLog>() : nullptr) {
-  // Saved as autograd saves: a checkpoint around this one drops them too, and makes them again first.
-  for (const auto& tensor : tensors) inputs_.emplace_back(tensor, /*is_output=*/false);
+  // Saved as autograd saves: a checkpoint around this one drops them too, and makes them again first. A sharded
+  // parameter is touched before: what was written since the step before counts as a version when it is gathered.
+  for (const auto& tensor : tensors) {
+    if (tensor.defined() && is_marked_intercepted(tensor)) static_cast<void>(tensor.detach());
+    inputs_.emplace_back(tensor, /*is_output=*/false);
+  }
 }
 
 std::shared_ptr<SavingRule> CheckpointFrame::dropping() {

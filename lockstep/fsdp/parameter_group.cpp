@@ -193,7 +193,7 @@ void ParameterGroup::set_unit_name(const std::string& name) {
 void ParameterGroup::set_all_gather(std::shared_ptr<AllGatherComm> comm) {
   comm_ = std::move(comm);
   may_share_ = false;
-  share_.reset();
+  if (!is_from_host_) share_.reset();  // a gather that is under way ends as it began
 }
 
 void ParameterGroup::set_group_between(GroupPtr group) {
@@ -218,6 +218,13 @@ void ParameterGroup::rebuild(const at::TensorOptions& options) {
       elements += aligned(member.cut.padded());
     }
   }
+  make_room(options, elements);
+  const bool shares = may_share_ && is_divided_ && device_.is_cpu();
+  share_ = shares ? HostShare::make(members_, elements, dtype, group_) : nullptr;
+  if (share_) share_->set_unit_name(unit_);
+}
+
+void ParameterGroup::make_room(const at::TensorOptions& options, int64_t elements) {
   if (options_.offload_policy && !device_.is_cpu()) {
     const auto host = options.device(at::kCPU).pinned_memory(options_.offload_policy->pin_memory);
     shards_ = at::zeros({elements}, host);
@@ -225,9 +232,6 @@ void ParameterGroup::rebuild(const at::TensorOptions& options) {
     shards_ = allocate_buffer(elements, options, group_);
     shards_.zero_();
   }
-  const bool shares = may_share_ && is_divided_ && device_.is_cpu();
-  share_ = shares ? HostShare::make(members_, elements, dtype, group_) : nullptr;
-  if (share_) share_->set_unit_name(unit_);
   // Before views are made of it, which inherit the mark.
   watched_.reset();
   watched_.emplace(shards_, watch_);
@@ -271,6 +275,8 @@ void ParameterGroup::take_back_shards() {
   if (is_rebuilt) {
     if (!options_.offload_policy) device_ = options.device();
     rebuild(options);
+  } else {
+    make_room(options, shards_.numel());  // the program may hold the memory from before, to put it back later
   }
   const auto dtype = gathered_dtype(shards_.scalar_type());
   for (auto& member : members_) {
@@ -280,7 +286,7 @@ void ParameterGroup::take_back_shards() {
           "' was given memory that other tensors share. Its values were copied from there: what is written ",
           "to those later does not reach the parameter.");
     }
-    if (is_rebuilt || !member.is_in_place()) cut(member, member.shard.detach());
+    cut(member, member.shard.detach());
     if (!is_rebuilt) continue;
     for (auto& handle : member.handles) handle.memory.exchange(dtype, device_);
   }
@@ -314,6 +320,7 @@ at::Tensor ParameterGroup::gather_source(Pass pass) const {
 
 bool ParameterGroup::launch_on_host(Pass pass, bool for_backward) {
   is_from_host_ = false;
+  if (!may_share_) share_.reset();
   if (!share_ || is_full_precision_) return false;
   if (!for_backward || !share_->is_shown()) {
     const LabelScope label(gather_label_);
@@ -333,7 +340,10 @@ void ParameterGroup::launch_gather(Pass pass, bool for_backward) {
   const c10::InferenceMode none(false);
   const at::NoGradGuard no_grad;
   const NotIntercepted below;
-  if (options_.keep_parts && changed_since_gather() != nullptr) kept_.clear();
+  if (changed_since_gather() != nullptr) {
+    if (options_.keep_parts) kept_.clear();
+    mark_changed();
+  }
   take_back_shards();
   watch_->clear();
   follow_requires_grad();
@@ -367,6 +377,16 @@ void ParameterGroup::launch_gather(Pass pass, bool for_backward) {
   is_in_order_ = false;
   const LabelScope label(gather_label_);
   if (is_divided_ && !outputs.empty()) gather_ = comm_->run(outputs, inputs, group_);
+}
+
+/// Graphs of earlier forwards need the values from before: autograd tells them by the version.
+void ParameterGroup::mark_changed() const {
+  for (const auto& member : members_) {
+    for (const auto& handle : member.handles) {
+      const auto tensor = handle.tensor();
+      if (tensor.defined() && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+    }
+  }
 }
 
 void ParameterGroup::launch_gather_between() {

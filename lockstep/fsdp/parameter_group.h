@@ -82,6 +82,9 @@ class ParameterGroup {
   void check_taken_back(const Member& member) const;
   void take_frozen_handles(Member& member) const;
   void rebuild(const at::TensorOptions& options);
+  /// New memory for all shards.
+  void make_room(const at::TensorOptions& options, int64_t elements);
+  void mark_changed() const;
   /// The shards as they are gathered: in the compute dtype, on the compute device.
   at::Tensor gather_source(Pass pass) const;
   void launch_gather_between();

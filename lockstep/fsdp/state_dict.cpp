@@ -114,6 +114,7 @@ std::string problem_of(const std::vector<Entry>& entries, const ModuleState& sta
 void take_piece(const Entry& entry, const at::Tensor& whole) {
   const auto& piece = *entry.piece;
   const auto mine = entry.layout->part();
+  entry.tensor.narrow(0, 0, 0).zero_();  // a write on all ranks, also those that have nothing of it: all gather anew
   for (const auto& range : mine.ranges().front()) {
     const auto common = intersection(range, {piece.offset, piece.offset + piece.elements});
     if (common.is_empty()) continue;

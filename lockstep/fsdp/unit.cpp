@@ -13,6 +13,7 @@
 #include "lockstep/fsdp/unit_tree.h"
 #include "lockstep/intercept/key.h"
 #include "lockstep/intercept/operator_call.h"
+#include "lockstep/nn/saved_tensors.h"
 
 namespace lockstep::detail {
 namespace {
@@ -116,8 +117,9 @@ bool Unit::wants_full_precision() const {
 void Unit::cast_inputs(OperatorCall& call) const {
   const auto& policy = options_.mp_policy;
   if (!policy.param_dtype || !policy.cast_forward_inputs || is_plain_backward()) return;
-  const auto dtype =
-      wants_full_precision() ? groups_.front()->members().front().shard.scalar_type() : *policy.param_dtype;
+  // What runs again does so in the precision of its forward.
+  const bool is_full = is_recomputing() ? is_full_precision_.load() : wants_full_precision();
+  const auto dtype = is_full ? groups_.front()->members().front().shard.scalar_type() : *policy.param_dtype;
   for (std::size_t i = 0; i < call.argument_count(); ++i) {
     auto& value = call.argument(i);
     if (!is_other_floating(value, dtype) || is_written(call, i) || is_updated_statistic(call, i)) continue;

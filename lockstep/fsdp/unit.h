@@ -2,6 +2,7 @@
 // When it is gathered, freed and reduced is for its tree to say (unit_tree.h). Internal to fsdp.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -100,12 +101,13 @@ class Unit final : public StorageOwner, public std::enable_shared_from_this<Unit
   std::shared_ptr<Unit> kept_parent_;  // the parent, if it has no parameters that keep it alive
   int number_ = 0;                     // in the tree
   enum class Memory { kSharded, kGathering, kWhole } memory_ = Memory::kSharded;
-  int users_ = 0;         // operators that run
-  bool is_used_ = false;  // by a forward whose backward may come
+  int users_ = 0;            // operators that run
+  bool is_used_ = false;     // by a forward whose backward may come
+  bool is_trained_ = false;  // was used so once
   bool is_summoned_ = false;
-  bool is_full_precision_ = false;  // as it was gathered last
-  std::size_t arrived_ = 0;         // gradients of this backward that are to be reduced
-  bool is_done_ = false;            // all its gradients have been made in this backward
+  std::atomic<bool> is_full_precision_ = false;  // as it was gathered last; operators look without the mutex
+  std::size_t arrived_ = 0;                      // gradients of this backward that are to be reduced
+  bool is_done_ = false;                         // all its gradients have been made in this backward
   UnitSettings settings_;
 };
 

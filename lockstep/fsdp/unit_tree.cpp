@@ -235,7 +235,7 @@ void UnitTree::prepare(Unit& unit, bool is_recorded) {
   check_unchanged(unit);
   follow_precision(unit);
   make_whole(unit);
-  if (is_recorded && pass_ == Pass::kForward) unit.is_used_ = true;
+  if (is_recorded && pass_ == Pass::kForward) unit.is_used_ = unit.is_trained_ = true;
   if (pass_ == Pass::kForward || unit.options_.backward_prefetch == BackwardPrefetch::kBackwardPre) prefetch(unit);
 }
 
@@ -255,10 +255,12 @@ void UnitTree::end_operator(Unit& unit) noexcept {
 }
 
 void UnitTree::check_unchanged(Unit& unit) {
-  if (unit.memory_ == Unit::Memory::kSharded && !(pass_ == Pass::kBackward && unit.is_used_)) return;
+  // Of any forward: its graph may have been retained. What a backward's hooks evaluate may be another model.
+  const bool is_for_graph = pass_ == Pass::kBackward && unit.is_trained_;
+  if (unit.memory_ == Unit::Memory::kSharded && !is_for_graph) return;
   const auto* name = changed_parameter(unit);
   if (name == nullptr) return;
-  TORCH_CHECK(pass_ != Pass::kBackward || !unit.is_used_, unit.who(), ": the shard of parameter '", *name,
+  TORCH_CHECK(!is_for_graph, unit.who(), ": the shard of parameter '", *name,
               "' was changed between forward and backward, which needs the values of the forward. Step or load after ",
               "the backward.");
   // Whole since an earlier forward, and a step or a load came in between.
@@ -286,6 +288,7 @@ void UnitTree::launch_gather(Unit& unit) {
   }
   follow_precision(unit);
   const bool for_backward = pass_ == Pass::kBackward && unit.is_used_;
+  if (for_backward) check_unchanged(unit);  // gathered ahead: then nobody would see it any more
   take_step(unit, pass_, "unshard", [&] {
     for (const auto& group : unit.groups_) group->launch_gather(pass_, for_backward);
   });
@@ -675,7 +678,10 @@ void UnitTree::begin_summon(Unit& unit) {
   TORCH_CHECK(!unit.is_summoned_, unit.who(), ": summon_full_params() inside of another one. One scope is enough.");
   if (unit.memory_ == Unit::Memory::kGathering) make_whole(unit);
   free(unit);
-  for (const auto& group : unit.groups_) group->gradients().accept_whole();
+  for (const auto& group : unit.groups_) {
+    group->gradients().accept_whole();
+    group->drop_parts();  // what is written is of some ranks' shards only, and parts are out of date on all
+  }
   unit.is_summoned_ = true;
 }
 
