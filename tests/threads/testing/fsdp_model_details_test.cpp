@@ -24,6 +24,7 @@ LOCKSTEP_THREAD_TEST(FsdpModelDetails, TheTransformersLossIsASum, 1) {
 LOCKSTEP_THREAD_TEST(FsdpModelDetails, TheExpertIsFreedLateIfAskedFor, 2) {
   const auto model =
       MixtureOfExperts::init(world.group(), {.fsdp_init_mode = FsdpInitMode::kRecursive, .deterministic = true}, 40ms);
+  fully_shard(*model, with_mesh({}, world.group()));  // the root, by which the expert has its name
   const auto start = std::chrono::steady_clock::now();
   static_cast<void>(model->forward(model->get_input(compute_device())).cpu());  // a delay of a GPU holds up its stream
   EXPECT_GE(std::chrono::steady_clock::now() - start, 40ms);
