@@ -189,10 +189,8 @@ TEST(FsdpOnOneHost, RefusesParametersThatDifferByRank) {
   const auto report = testing::run_processes_from_gtest({.world_size = 2, .backend = "shm"}, [](const World& world) {
     for (const std::string what : {"order", "sizes"}) {
       Shuffled model(world, what);
-      // As one unit, so that names of units do not tell.
-      fully_shard({model->layers[0].ptr(), model->layers[1].ptr()},
-                  {.mesh = DeviceMesh::from_group(world.group(), "cpu")});
-      auto root = fully_shard(*model, {.mesh = DeviceMesh::from_group(world.group(), "cpu")});
+      // One unit, whose name is the same on all ranks.
+      fully_shard(*model, {.mesh = DeviceMesh::from_group(world.group(), "cpu")});
       testing::expect_error([&] { model->layers[0]->forward(at::ones({1, 64})); },
                             {what == "sizes" ? "128" : "parameter '", "rank 1"});
     }
