@@ -15,38 +15,9 @@
 #include <utility>
 
 #include "lockstep/checkpointing/checkpoint.h"
-
-namespace torch::nn {
-class SequentialImpl;
-}
+#include "lockstep/nn/forward_of.h"
 
 namespace lockstep {
-
-namespace detail {
-
-/// LinearImpl of torch::nn::Linear; a module's class itself otherwise.
-template <class M>
-struct ImplementationOf {
-  using type = M;
-};
-template <class M>
-  requires requires { typename M::ContainedType; }
-struct ImplementationOf<M> {
-  using type = typename M::ContainedType;
-};
-
-/// What a member function takes and returns.
-template <class M>
-struct ForwardOf {
-  using type = decltype(&M::forward);
-};
-/// A template there: what everybody calls.
-template <>
-struct ForwardOf<torch::nn::SequentialImpl> {
-  using type = at::Tensor (torch::nn::SequentialImpl::*)(const at::Tensor&);
-};
-
-}  // namespace detail
 
 template <class M, class Forward = typename detail::ForwardOf<M>::type>
 class CheckpointedImpl;

@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <mutex>
 
+#include "lockstep/nn/own_generators.h"
+
 namespace lockstep::detail {
 namespace {
 
@@ -63,6 +65,9 @@ Surroundings::Surroundings(const CheckpointOptions& options, const std::vector<a
     const bool is_new = std::none_of(autocasts_.begin(), autocasts_.end(),
                                      [&](const Autocast& autocast) { return autocast.type == device.type(); });
     if (is_new && at::autocast::is_autocast_available(device.type())) autocasts_.push_back(autocast_of(device.type()));
+  }
+  if (options.preserve_rng_state) {
+    for (const auto& generator : own_generators()) generators_.push_back(state_of_generator(generator));
   }
   for (const auto& generator : options.generators) generators_.push_back(state_of_generator(generator));
 }

@@ -99,13 +99,17 @@ void check_same_on_all_ranks(const std::string& what, const std::string& value, 
   check_same_on_all_ranks(what, Facts{{what, value}}, group);
 }
 
+bool compares_calls(const GroupPtr& group) {
+  const auto& backends = detail::state_of(group).backends;
+  return std::all_of(backends.begin(), backends.end(),
+                     [](const auto& each) { return each.second.traits.compares_calls; });
+}
+
 std::string meet(const std::string& what, const GroupPtr& group) {
   constexpr auto kPoll = std::chrono::milliseconds(10);
   auto& state = detail::state_of(group);
   const auto& [store, rank, size] = std::tie(state.description.store, state.description.rank, state.description.size);
-  const bool compares_calls = std::all_of(state.backends.begin(), state.backends.end(),
-                                          [](const auto& each) { return each.second.traits.compares_calls; });
-  if (size == 1 || !store || compares_calls) return "";
+  if (size == 1 || !store || compares_calls(group)) return "";
   detail::check_usable(state);
   const auto launched = state.next_sequence.load();
   const auto key_of = [&](int each) { return str("meeting/", launched, "/", each); };

@@ -19,6 +19,9 @@ void check_same_on_all_ranks(const std::string& what, const Facts& facts, const 
 void check_same_on_all_ranks(const std::string& what, const std::string& value,
                              const GroupPtr& group = default_group());
 
+/// Whether ranks of `group` whose calls do not match are told so by all its backends. Local.
+bool compares_calls(const GroupPtr& group = default_group());
+
 /// To be called before a collective that some ranks might leave out, on backends that would not notice: waits until all
 /// ranks of `group` have come here after as many collectives. Returns "", or who is in another one instead: "rank 1
 /// waits for all_gather(…)". Blocks, by the store, so it is for what happens seldom. Does nothing where the backend

@@ -1,5 +1,5 @@
-// Whether the memory of a tensor is what it means, as transports and loops over bytes take it. Internal to comm, nn and
-// zero.
+// Whether the memory of a tensor is what it means, as transports and loops over bytes take it. Internal to comm, nn,
+// zero and dtensor.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -33,6 +33,8 @@ StorePtr tcp_store(const std::string& host, int port, bool is_server, int rank, 
   // Whoever is missing is named when the first group is made; waiting here could not.
   options.waitWorkers = false;
   options.timeout = timeout;
+  // A process may meet twice: for its groups and for RPC.
+  options.multiTenant = true;
   try {
     auto store = c10::make_intrusive<c10d::TCPStore>(host, options);
     store->setTimeout(timeout);

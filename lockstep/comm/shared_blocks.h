@@ -66,6 +66,7 @@ class SharedBlocks {
  private:
   struct Front;  // the first page of every block
   struct Block;
+  struct Retired;
   SharedBlocks(GroupPtr group, std::size_t bytes);
   static void free_unread();
   void meet();

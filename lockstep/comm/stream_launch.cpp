@@ -4,14 +4,11 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include "lockstep/comm/current_stream.h"
 #include "lockstep/comm/group_state.h"
 
 namespace lockstep::detail {
 namespace {
-
-c10::Stream current_stream(c10::Device device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
 
 /// Of high priority: what a collective waits for has been computed, and others may wait for it.
 c10::Stream stream_of(GroupState& group, c10::Device device) {

@@ -9,23 +9,28 @@ void AddedGradients::watch(bool is_watched) {
   if (!is_watched_) averages_.clear();
 }
 
-void AddedGradients::note_averages(const ReducerSetup& setup) {
+void AddedGradients::note_averages(const ReducerSetup& setup, const GradientAccess& access) {
   averages_.clear();
   if (!is_watched_) return;
   for (const auto& parameter : setup.parameters) {
-    const auto& gradient = parameter.grad();
-    const bool has_version = gradient.defined() && gradient.layout() == at::kStrided && gradient.has_storage();
-    averages_.push_back(has_version ? Average{gradient.unsafeGetTensorImpl(), gradient._version()} : Average{});
+    access.with_gradient(parameter, [&](at::Tensor& gradient) {
+      const bool has_version = gradient.defined() && gradient.layout() == at::kStrided && gradient.has_storage();
+      averages_.push_back(has_version ? Average{gradient.unsafeGetTensorImpl(), gradient._version()} : Average{});
+      return false;
+    });
   }
 }
 
-void AddedGradients::look_at(std::size_t parameter, const ReducerSetup& setup) {
+void AddedGradients::look_at(std::size_t parameter, const ReducerSetup& setup, const GradientAccess& access) {
   if (averages_.empty()) return;
   const auto& before = averages_[parameter];
-  const auto& gradient = setup.parameters[parameter].grad();
-  // Adding counts one version more; whoever zeroes or replaces a gradient first leaves other traces.
-  const bool is_added = gradient.defined() && gradient.unsafeGetTensorImpl() == before.gradient &&
-                        gradient._version() == before.version + 1;
+  bool is_added = false;
+  access.with_gradient(setup.parameters[parameter], [&](at::Tensor& gradient) {
+    // Adding counts one version more; whoever zeroes or replaces a gradient first leaves other traces.
+    is_added = gradient.defined() && gradient.unsafeGetTensorImpl() == before.gradient &&
+               gradient._version() == before.version + 1;
+    return false;
+  });
   if (!is_added) return;
   has_warned_ = true;
   watch(false);

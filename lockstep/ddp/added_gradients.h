@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "lockstep/ddp/reducer_setup.h"
+#include "lockstep/nn/gradient_access.h"
 
 namespace lockstep::detail {
 
@@ -15,10 +16,10 @@ class AddedGradients {
  public:
   /// Whether ranks may mirror the backwards to come.
   void watch(bool is_watched);
-  /// A backward has left averages in .grad.
-  void note_averages(const ReducerSetup& setup);
+  /// A backward has left averages.
+  void note_averages(const ReducerSetup& setup, const GradientAccess& access);
   /// The first gradient of the next one is there. Warns, once, if it was added to an average.
-  void look_at(std::size_t parameter, const ReducerSetup& setup);
+  void look_at(std::size_t parameter, const ReducerSetup& setup, const GradientAccess& access);
 
  private:
   /// A gradient by which it is known again.

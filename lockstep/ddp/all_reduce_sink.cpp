@@ -63,6 +63,19 @@ void AllReduceSink::set_up(Bucket& bucket) {
   }
 }
 
+void AllReduceSink::part_from_gradients(std::vector<Bucket>& buckets) {
+  if (!setup_.options.gradient_as_bucket_view) return;
+  for (auto& bucket : buckets) {
+    bool is_shared = false;
+    for (std::size_t place = 0; !bucket.is_sparse() && place < bucket.size(); ++place) {
+      const auto& grad = bucket.parameter(place).grad();
+      is_shared = is_shared || (grad.defined() && bucket.buffer().defined() && grad.is_alias_of(bucket.view(place)));
+    }
+    if (is_shared) bucket.detach_buffer();
+    attach_buffer(bucket);
+  }
+}
+
 double AllReduceSink::scale(double divisor) const {
   // Hooks divide by the number of ranks themselves.
   return (hook_ ? static_cast<double>(setup_.group->getSize()) : 1.0) / divisor;
@@ -197,7 +210,7 @@ void AllReduceSink::write_dense(Bucket& bucket, UsedMap* used, const StepTerms& 
     const auto& view = bucket.view(place);
     const auto& gradient = is_in_place ? view : reduced[place];
     const auto& parameter = bucket.parameter(place);
-    if (!options.gradient_as_bucket_view) {
+    if (!options.gradient_as_bucket_view || terms.access.is_elsewhere()) {
       if (terms.is_identity) continue;
       terms.access.with_gradient(parameter, [&](at::Tensor& grad) {
         const auto full = setup_.plan.parameters()[index].dtype;
@@ -246,7 +259,7 @@ void AllReduceSink::give_up(std::vector<Bucket>& buckets, const StepTerms& terms
     const auto& future = bucket.progress.future;
     if (future) future->addCallback([kept = bucket.progress.given_to_hook](c10::ivalue::Future&) {});
     if (bucket.is_sparse()) continue;
-    if (setup_.options.gradient_as_bucket_view) {
+    if (setup_.options.gradient_as_bucket_view && !terms.access.is_elsewhere()) {
       // Some are sums already, others are not: they mean nothing any more.
       for (std::size_t place = 0; place < bucket.size(); ++place) {
         terms.access.with_gradient(bucket.parameter(place), [&](at::Tensor& grad) {

@@ -44,6 +44,10 @@ class AllReduceSink final : public GradientSink {
   /// Of a bucket that has arrived, by place.
   std::vector<at::Tensor> reduced_gradients(const Bucket& bucket) const;
 
+  /// Buckets are about to be used for gradients that are not in .grad: what is there, as a part of a bucket, keeps its
+  /// memory.
+  void part_from_gradients(std::vector<Bucket>& buckets);
+
   void set_up(Bucket& bucket) override;
   void begin_backward() override { next_to_consume_ = 0; }
   double scale(double divisor) const override;

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "lockstep/comm/collectives.h"
+#include "lockstep/nn/gradient_access.h"
 
 namespace lockstep::detail {
 
@@ -45,6 +46,7 @@ void DelayedAllReduce::attach(const at::Tensor& trigger, std::function<std::opti
   const auto on_gradient = [weak = weak_from_this()] {
     const auto self = weak.lock();
     if (!self) return;
+    if (is_context_backward()) self->refuse_context();
     const auto known = self->is_backward_synced_ ? self->is_backward_synced_() : std::nullopt;
     if (known.value_or(self->is_due_ || self->is_last_synced_)) self->launch();
   };
@@ -55,6 +57,13 @@ void DelayedAllReduce::attach(const at::Tensor& trigger, std::function<std::opti
   } else {
     hook_ = trigger_.register_hook([on_gradient](const at::Tensor&) { on_gradient(); });
   }
+}
+
+void DelayedAllReduce::refuse_context() const {
+  TORCH_CHECK(false, "[lockstep/ddp] rank ", group_->getRank(), " of ", group_->getSize(), ": parameter '",
+              parameters_[0].first, "' is one of delay_all_reduce_named_params, which are reduced in .grad; in a ",
+              "context of distributed autograd gradients are not there but in the context. Run this forward and its ",
+              "backward outside of the context, or wrap the module without delay_all_reduce_named_params.");
 }
 
 void DelayedAllReduce::detach() {
@@ -86,6 +95,11 @@ void DelayedAllReduce::prepare_for_backward(bool is_synced) {
 
 void DelayedAllReduce::reset_gradients() {
   const at::NoGradGuard no_grad;
+  if (!pending_.empty()) {
+    // A backward has thrown behind the trigger. What it sent would arrive on top of gradients that were zeroed since.
+    wait();
+    for (const auto& buffer : buffers_) buffer.zero_();
+  }
   const auto is_undefined = [](const auto& parameter) { return !parameter.second.grad().defined(); };
   const bool are_all_undefined = std::all_of(parameters_.begin(), parameters_.end(), is_undefined);
   if (are_all_undefined) {

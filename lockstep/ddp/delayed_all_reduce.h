@@ -33,6 +33,8 @@ class DelayedAllReduce : public std::enable_shared_from_this<DelayedAllReduce> {
   void prepare_for_backward(bool is_synced);
   /// After a forward: gradients that are undefined become zeroed views of the buffers.
   void reset_gradients();
+  /// Throws: buffers of gradients that are in a context of distributed autograd would have to be others.
+  [[noreturn]] void refuse_context() const;
 
   const NamedTensors& parameters() const { return parameters_; }
 

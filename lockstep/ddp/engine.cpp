@@ -1,7 +1,6 @@
 #include "lockstep/ddp/engine.h"
 
 #include <c10/core/GradMode.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/distributed/c10d/debug.h>
 #include <torch/nn/module.h>
 
@@ -51,10 +50,8 @@ class PassMark final : public detail::OutputMark {
 
   void reached() override {
     if (const auto engine = engine_.lock()) return engine->reducer()->reach(pass_);
-    const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
     // autograd::grad() brings no gradients that would have to be averaged.
-    const bool is_whole = chosen == nullptr || chosen->empty();
-    TORCH_CHECK(!pass_->is_synced || pass_->is_reduced || !is_whole,
+    TORCH_CHECK(!pass_->is_synced || pass_->is_reduced || detail::is_partial_backward(),
                 "[lockstep/ddp] backward through the outputs of a DistributedDataParallel that is destroyed. Keep the ",
                 "wrapper until backward has run.");
   }
@@ -97,7 +94,7 @@ DdpEngine::DdpEngine(std::shared_ptr<torch::nn::Module> module, const DdpOptions
   std::string problem;
   try {
     detail::check_options(options_);
-    traits_ = detail::check_module(*module_, options_, all_parameters, parameters_, !managed_.tensors.empty());
+    traits_ = detail::check_module(*module_, options_, all_parameters, parameters_, !managed_.tensors.empty(), group_);
   } catch (const c10::Error& error) {
     problem = error.what_without_backtrace();
   }
@@ -243,8 +240,14 @@ void DdpEngine::set_up_once() {
   has_set_up_ = true;
 }
 
+void DdpEngine::check_context() const {
+  if (delayed_) delayed_->refuse_context();
+  if (reducer_) reducer_->check_context();
+}
+
 void DdpEngine::pre_forward() {
   check_no_new_parameters();
+  if (c10::GradMode::is_enabled() && detail::is_in_autograd_context()) check_context();
   if (per_parameter_) per_parameter_->refresh_hooks();
   if (delayed_) delayed_->refresh_hooks();
   if (!reducer_) {
@@ -353,6 +356,11 @@ void DdpEngine::backward(const at::Tensor& loss, double weight) {
   TORCH_CHECK(!is_joining() || join_options_.weighted, "[lockstep/ddp] backward(loss, weight) in a Join scope needs ",
               "JoinOptions::weighted, so that ranks without inputs take part in adding up the weights: ",
               "ddp.join({.options = {.weighted = true}})");
+  TORCH_CHECK(
+      !detail::is_in_autograd_context(), who(), ": backward(loss, weight) is a backward into .grad, but this ",
+      "thread is in a context of distributed autograd, whose gradients are the context's. Leave the context ",
+      "first; or multiply the loss by weight * ranks / (sum of the ranks' weights), all-reduced before, and run ",
+      "the context's own backward.");
   weighted_->run(loss, weight, is_reduced(loss));
 }
 

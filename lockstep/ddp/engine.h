@@ -111,6 +111,8 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   explicit DdpEngine(std::shared_ptr<torch::nn::Module> module, const DdpOptions& options);
   void sync_states(const std::vector<ParameterInfo>& infos);
   void check_parameters_unchanged() const;
+  /// Throws if what this wrapper does with gradients it could not do in a context of distributed autograd.
+  void check_context() const;
   void check_no_new_parameters();
   /// A backward of `loss` would be: it goes through a synced forward.
   bool is_reduced(const at::Tensor& loss) const;

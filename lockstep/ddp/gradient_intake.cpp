@@ -59,7 +59,7 @@ void GradientIntake::take_dense(Bucket& bucket, std::size_t place, const StepTer
     } else {
       copy_scaled(view, grad, terms.scale);
     }
-    return sink.replace_gradient(grad, view);
+    return !terms.access.is_elsewhere() && sink.replace_gradient(grad, view);
   });
 }
 
@@ -123,7 +123,14 @@ void GradientIntake::take_sparse(Bucket& bucket, const StepTerms& terms) {
 }
 
 void GradientIntake::take_leftovers(Bucket& bucket, const StepTerms& terms, GradientSink& sink) {
-  if (bucket.is_sparse() && !bucket.parameter(0).grad().defined()) return take_zeros(bucket, terms, sink);
+  bool is_there = true;
+  if (bucket.is_sparse()) {
+    terms.access.with_gradient(bucket.parameter(0), [&](at::Tensor& grad) {
+      is_there = grad.defined();
+      return false;
+    });
+  }
+  if (!is_there) return take_zeros(bucket, terms, sink);
   for (std::size_t place = 0; place < bucket.size(); ++place) take(bucket, place, terms, sink);
 }
 

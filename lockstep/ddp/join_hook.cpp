@@ -94,7 +94,7 @@ JoinTally DdpEngine::begin_join_iteration(bool is_synced) {
     reducer_->watch_added_gradients(is_mirrored && group_->getSize() > 1);
   }
   if (is_joining()) {
-    const JoinVote vote{.will_reduce = is_synced};
+    const JoinVote vote{.will_reduce = is_synced, .leaves_grad = detail::is_in_autograd_context()};
     tally = Join::notify(*joinable_, vote);
     // The message of another joinable cannot say whether this one reduces.
     if (!tally.is_open()) tally = Join::own_tally(*joinable_, vote);
@@ -140,7 +140,7 @@ void DdpEngine::mirror_iteration() {
   } else {
     set_join_divisor(tally);
   }
-  reducer_->mirror_backward();
+  reducer_->mirror_backward(tally.leaving_grad_count() > 0);
 }
 
 }  // namespace lockstep

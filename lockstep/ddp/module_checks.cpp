@@ -41,7 +41,7 @@ std::string device_ids_text(const DdpOptions& options) {
 }
 
 ModuleTraits check_module(const torch::nn::Module& module, const DdpOptions& options, const NamedTensors& all,
-                          const NamedTensors& reduced, bool has_managed) {
+                          const NamedTensors& reduced, bool has_managed, const GroupPtr& group) {
   const auto& trigger = options.param_to_hook_all_reduce;
   TORCH_CHECK(!trigger.defined() ||
                   std::any_of(all.begin(), all.end(), [&](const auto& each) { return each.second.is_same(trigger); }),
@@ -55,9 +55,13 @@ ModuleTraits check_module(const torch::nn::Module& module, const DdpOptions& opt
   }
   for (const auto& [name, tensor] : all) {
     const auto cut = layout_of(tensor);
-    TORCH_CHECK(!cut || cut->is_replicated(), "[lockstep/ddp] parameter '", name, "' is a shard (", *cut,
-                "), and every rank has another one: they cannot be averaged. Sharded modules reduce their gradients ",
-                "themselves; leave DistributedDataParallel out.");
+    TORCH_CHECK(!has_gathered_layout(tensor) || cut->is_replicated(), "[lockstep/ddp] parameter '", name,
+                "' is a shard (", *cut, "), and every rank has another one: they cannot be averaged. Sharded modules ",
+                "reduce their gradients themselves; leave DistributedDataParallel out.");
+    TORCH_CHECK(!cut || has_gathered_layout(tensor) || cut->is_same_on(global_ranks(group)),
+                "[lockstep/ddp] parameter '", name, "' is a part (", *cut,
+                "), and not all ranks of the process group have the same one: they cannot be ",
+                "averaged. Give the group of the axis for data: {.process_group = mesh.get_group(\"dp\")}.");
   }
   std::set<std::string> types;
   for (const auto& [name, tensor] : all) types.insert(c10::DeviceTypeName(tensor.device().type(), true));

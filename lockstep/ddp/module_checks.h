@@ -24,9 +24,9 @@ struct ModuleTraits {
 };
 
 /// Throws if a module with these parameters cannot be wrapped with these options. `all` are those not ignored,
-/// `reduced` those of them that are not delayed.
+/// `reduced` those of them that are not delayed, `group` the one that averages them.
 ModuleTraits check_module(const torch::nn::Module& module, const DdpOptions& options, const NamedTensors& all,
-                          const NamedTensors& reduced, bool has_managed);
+                          const NamedTensors& reduced, bool has_managed, const GroupPtr& group);
 
 /// How the managed parameters differ from what they were; empty if they do not.
 std::string changes_since(const ManagedParameters& before, const ManagedParameters& now);

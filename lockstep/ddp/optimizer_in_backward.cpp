@@ -6,6 +6,7 @@
 #include <map>
 #include <mutex>
 
+#include "lockstep/nn/gradient_access.h"
 #include "lockstep/nn/gradient_hooks.h"
 
 namespace lockstep {
@@ -46,6 +47,10 @@ void apply_optimizer_in_backward(const OptimizerFactory& factory, const std::vec
     if (attached.hooks) continue;
     attached.hooks = std::make_unique<detail::GradientHooks>();
     attached.hooks->add({parameter}, [parameter](std::size_t) {
+      TORCH_CHECK(!detail::GradientAccess::of_current_backward().is_in_context(),
+                  "[lockstep/ddp] an optimizer attached by apply_optimizer_in_backward steps with .grad, but in a ",
+                  "context of distributed autograd gradients are in the context. Take it away by ",
+                  "remove_optimizers_in_backward(), and step after backward with the context's gradients.");
       if (!parameter.grad().defined()) return;
       detail::step_with_gradient(detail::optimizers_in_backward_of(parameter), parameter, parameter.grad());
     });

@@ -22,13 +22,22 @@ PerParameterReduction::PerParameterReduction(std::vector<at::Tensor> parameters,
 }
 
 void PerParameterReduction::on_gradient(std::size_t index) {
+  if (!is_enabled_()) return;
   const auto& parameter = parameters_[index];
-  if (!is_enabled_() || !parameter.grad().defined()) return;
   const at::NoGradGuard no_grad;
-  for (const auto& hook : user_hooks_) hook(parameter.mutable_grad(), parameter);
-  if (!user_hooks_.empty()) return;
+  const auto access = GradientAccess::of_current_backward();
+  bool is_there = false;
+  access.with_gradient(parameter, [&](at::Tensor& gradient) {
+    is_there = gradient.defined();
+    for (const auto& hook : user_hooks_) {
+      if (is_there) hook(gradient, parameter);
+    }
+    return is_there && !user_hooks_.empty();
+  });
+  if (!is_there || !user_hooks_.empty()) return;
   const std::lock_guard lock(mutex_);
   if (is_queued_.expired()) {
+    access_ = access;
     is_ready_.assign(parameters_.size(), false);
     const auto queued = std::make_shared<const bool>(true);
     is_queued_ = queued;
@@ -45,6 +54,8 @@ void PerParameterReduction::reduce_all() {
   auto is_used = at::zeros({static_cast<int64_t>(parameters_.size())}, at::kInt);
   for (std::size_t i = 0; i < is_ready_.size(); ++i) is_used.mutable_data_ptr<int32_t>()[i] = is_ready_[i] ? 1 : 0;
   is_queued_.reset();
+  auto access = std::exchange(access_, {});
+  access.settle();
   const auto on_device = is_used.to(parameters_[0].device());
   {
     const LabelScope label({"DDP's used parameters"});
@@ -53,15 +64,17 @@ void PerParameterReduction::reduce_all() {
   is_used = on_device.cpu();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (is_used.const_data_ptr<int32_t>()[i] == 0) continue;
-    auto& gradient = parameters_[i].mutable_grad();
-    const LabelScope label({"DDP parameter", static_cast<int>(i)});
-    const auto sum = gradient.defined() ? gradient.div(group_->getSize()) : at::zeros_like(parameters_[i]);
-    all_reduce(sum, group_);
-    if (gradient.defined()) {
-      gradient.copy_(sum);
-    } else {
-      gradient = sum;
-    }
+    access.with_gradient(parameters_[i], [&](at::Tensor& gradient) {
+      const LabelScope label({"DDP parameter", static_cast<int>(i)});
+      const auto sum = gradient.defined() ? gradient.div(group_->getSize()) : at::zeros_like(parameters_[i]);
+      all_reduce(sum, group_);
+      if (gradient.defined()) {
+        gradient.copy_(sum);
+      } else {
+        gradient = sum;
+      }
+      return true;
+    });
   }
 }
 

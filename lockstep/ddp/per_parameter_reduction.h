@@ -13,6 +13,7 @@
 
 #include "lockstep/comm/group.h"
 #include "lockstep/ddp/parameter_hook.h"
+#include "lockstep/nn/gradient_access.h"
 #include "lockstep/nn/gradient_hooks.h"
 
 namespace lockstep {
@@ -41,6 +42,7 @@ class PerParameterReduction {
 
   std::mutex mutex_;                     // engine threads may race
   std::vector<bool> is_ready_;           // in this backward
+  GradientAccess access_;                // its
   std::weak_ptr<const bool> is_queued_;  // autograd lets go of it when backward returns or throws
   const std::shared_ptr<const bool> life_ = std::make_shared<const bool>(true);
 };

@@ -4,7 +4,6 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/distributed/c10d/debug.h>
 
 #include <algorithm>
@@ -29,12 +28,6 @@ void note_gradient(const std::string& name) {
 
 std::size_t bytes_of(const at::Tensor& tensor) {
   return tensor.is_sparse() ? tensor._indices().nbytes() + tensor._values().nbytes() : tensor.nbytes();
-}
-
-/// autograd::grad(), or backward() with chosen inputs.
-bool is_partial_backward() {
-  const auto* nodes = torch::autograd::get_current_graph_task_exec_info();
-  return nodes != nullptr && !nodes->empty();
 }
 
 }  // namespace
@@ -137,12 +130,12 @@ void Reducer::mark_used(std::size_t index) {
 void Reducer::autograd_hook(std::size_t index) {
   const std::lock_guard lock(mutex_);
   begin_run();
-  step_.terms.access = detail::GradientAccess::of_current_backward();
+  enter_place();
   // Marks add up over local steps: a parameter used in one of them is used.
   if (searches_unused()) mark_used(index);
   if (step_.is_armed && !is_anothers(index)) return take(index);
   const bool is_local = run_.passes.empty() ? step_.is_local : !run_.is_mine;
-  if (is_local) has_local_gradients_ = true;
+  if (is_local) local_.note_added();
   warn_of_local_gradient(index);
   // This backward may still come to a synced forward, whose step it then belongs to.
   run_.held.push_back(index);
@@ -159,12 +152,13 @@ void Reducer::take(std::size_t index) {
     return static_graph_.count(index);
   }
   if (!step_.has_begun) {
-    added_.look_at(index, setup_);
+    added_.look_at(index, setup_, step_.terms.access);
     record_.ready_order.clear();  // the last backward's
   }
   if (!std::exchange(step_.has_marked_unused, true)) {
     forget_abandoned_marks();
-    step_.marks_unused_at_end = searches_unused() && others_may_add_gradients();
+    // Gradients of an earlier backward in a context are looked for when no thread adds any.
+    step_.marks_unused_at_end = step_.terms.access.is_in_context() || (searches_unused() && others_may_add_gradients());
     if (!step_.marks_unused_at_end) mark_unused();
   }
   if (static_graph_.is_on()) {
@@ -209,6 +203,7 @@ void Reducer::begin_reduction() {
   or_give_up([&] {
     step_.divisor = step_.divisor_source ? step_.divisor_source() : static_cast<double>(setup_.group->getSize());
     if (setup_.listeners.begin) setup_.listeners.begin();
+    if (step_.terms.access.is_elsewhere() && !scatter_) averages_.part_from_gradients(buckets_);
   });
   step_.has_begun = true;
   step_.terms.scale = sink().scale(step_.divisor);
@@ -253,6 +248,7 @@ void Reducer::queue_finish() {
     if (!reducer) return;
     const std::lock_guard lock(reducer->mutex_);
     reducer->times_.record(Mark::kBackwardComputeEnd);
+    reducer->step_.terms.access.settle();
     reducer->finish_backward();
   });
 }
@@ -292,10 +288,10 @@ void Reducer::finish_backward() {
     unused_.used.finish();
     if (setup_.listeners.finish) setup_.listeners.finish();
   });
-  has_local_gradients_ = false;
+  local_.forget();
   if (searches_unused()) unused_.used.clear();
   for (const auto& pass : step_.passes) pass->is_reduced = true;
-  added_.note_averages(setup_);
+  added_.note_averages(setup_, step_.terms.access);
   end_step();
   times_.record(Mark::kBackwardCommEnd);
 }
@@ -305,11 +301,14 @@ void Reducer::write_kept_gradients() {
     for (std::size_t place = 0; !bucket.is_sparse() && place < bucket.size(); ++place) {
       const auto index = bucket.parameter_index(place);
       const auto ranks = unused_.used.is_used(index) ? 0 : unused_.used.kept_by(index);
-      auto& grad = bucket.parameter(place).mutable_grad();
-      if (ranks == 0 || grad.defined()) continue;
-      // In the bucket is the sum of what they have, which is the same on all of them, divided as gradients are.
-      const auto sum = averages_.reduced_gradients(bucket)[place];
-      grad = sum.mul(step_.divisor / ranks).to(setup_.plan.parameters()[index].dtype);
+      if (ranks == 0) continue;
+      step_.terms.access.with_gradient(bucket.parameter(place), [&](at::Tensor& grad) {
+        if (grad.defined()) return false;
+        // In the bucket is the sum of what they have, which is the same on all of them, divided as gradients are.
+        const auto sum = averages_.reduced_gradients(bucket)[place];
+        grad = sum.mul(step_.divisor / ranks).to(setup_.plan.parameters()[index].dtype);
+        return true;
+      });
     }
   }
 }
@@ -361,12 +360,14 @@ void Reducer::reduce_counted(const Run& run) {
   if (!step_.is_armed) return;
   const bool has_gradients = static_graph_.has_counted_any();
   // A backward inside of another may come before the other's outputs, and autograd::grad() brings no gradients.
-  if (step_.is_visible ? !run.is_mine || (!has_gradients && is_partial_backward()) : !has_gradients) return;
+  if (step_.is_visible ? !run.is_mine || (!has_gradients && detail::is_partial_backward()) : !has_gradients) return;
   unused_.of_step = static_graph_.unused();
   if (c10d::debug_level() != c10d::DebugLevel::Off && !unused_.of_step.empty()) {
     LOG(INFO) << setup_.who()
               << ": static graph: parameters without gradients in the first step: " << setup_.names_of(unused_.of_step);
   }
+  // Nothing tells which context it is if this rank has used nothing.
+  if (!run.access && detail::is_context_backward()) step_.terms.access = detail::GradientAccess::nowhere();
   begin_reduction();
   // If others counted while this rank had no inputs, they know already what is used.
   if (static_graph_.must_share_marks()) or_give_up([&] { unused_.used.launch(setup_.group); });
@@ -386,15 +387,15 @@ void Reducer::reduce_counted(const Run& run) {
 
 bool Reducer::has_leftovers() const {
   const std::lock_guard lock(mutex_);
-  return has_local_gradients_ && local_.has_gradients(setup_.parameters);
+  return local_.are_waiting(setup_.parameters);
 }
 
 void Reducer::forget_leftovers() {
   const std::lock_guard lock(mutex_);
-  has_local_gradients_ = false;
+  local_.forget();
 }
 
-void Reducer::mirror_backward() {
+void Reducer::mirror_backward(bool leaves_grad) {
   const bool gives_leftovers = has_leftovers();
   const std::lock_guard lock(mutex_);
   check_prior_reduction_finished();
@@ -402,7 +403,12 @@ void Reducer::mirror_backward() {
   ++record_.iteration;
   arm();
   step_.is_mirrored = true;
-  step_.terms.access = detail::GradientAccess::of_current_backward();
+  if (gives_leftovers) {
+    step_.terms.access = local_.access();
+  } else if (leaves_grad) {
+    step_.terms.access = detail::GradientAccess::nowhere();
+  }
+  step_.terms.access.settle();
   begin_reduction();
   const bool is_first_of_static_graph = static_graph_.is_counting() && static_graph_.must_share_marks();
   if (is_first_of_static_graph) or_give_up([&] { unused_.used.launch(setup_.group); });

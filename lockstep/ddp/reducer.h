@@ -27,7 +27,7 @@
 #include "lockstep/ddp/forward_pass.h"
 #include "lockstep/ddp/gradient_intake.h"
 #include "lockstep/ddp/gradient_scatter.h"
-#include "lockstep/ddp/gradient_witness.h"
+#include "lockstep/ddp/local_gradients.h"
 #include "lockstep/ddp/ready_order.h"
 #include "lockstep/ddp/reducer_setup.h"
 #include "lockstep/ddp/scatter_sink.h"
@@ -84,14 +84,16 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void autograd_hook(std::size_t index);
   /// Takes part in the reduction of a backward without one of its own: the same collectives in the same order, with
   /// zeros, or with the gradients of earlier backwards that were not reduced. Afterwards the averaged gradients are in
-  /// .grad, as on the other ranks. Collective; waits.
-  void mirror_backward();
+  /// .grad, as on the other ranks, unless these have them elsewhere. Collective; waits.
+  void mirror_backward(bool leaves_grad);
   /// There are gradients that were added up by backwards under no_sync() since the last reduction, and not zeroed.
   bool has_leftovers() const;
   /// Nobody waits for them any more: they stay in .grad.
   void forget_leftovers();
   /// Throws, with the parameters' names and the remedy, if a reduction was begun and not finished.
   void check_finalized();
+  /// Throws if gradients of a context of distributed autograd could not be averaged there.
+  void check_context() const;
   /// Forgets a step that did not finish. Local.
   void reset_state();
 
@@ -201,13 +203,16 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     std::vector<detail::PassPtr> passes = {};
     std::size_t passes_in_step = 0;
     std::vector<std::size_t> held = {};  // gradients that came while it went through no synced pass
-    int task = -1;                       // autograd's number of it
-    int abandoned = -1;                  // that of an earlier one, which a step of another thread has ended
+    std::optional<detail::GradientAccess> access = std::nullopt;  // from its first gradient on
+    int task = -1;                                                // autograd's number of it
+    int abandoned = -1;  // that of an earlier one, which a step of another thread has ended
   };
 
   // All with the lock held. See reducer_runs.cpp.
   void begin_run();
   void end_run();
+  /// A gradient of the run has come: tells where it is.
+  void enter_place();
   void forget_failed_run();
   /// The gradient belongs to a forward that is not synced, or to another wrapper's.
   bool is_anothers(std::size_t index) const;
@@ -275,8 +280,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   detail::ReadyOrder order_;
   detail::AddedGradients added_;
   detail::FailedStep failed_;
-  bool has_local_gradients_ = false;  // since the last reduction
-  detail::GradientWitness local_;     // what the last local backward left
+  detail::LocalGradients local_;  // since the last reduction
   bool has_warned_of_local_backward_ = false;
 };
 

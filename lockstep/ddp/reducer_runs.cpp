@@ -58,10 +58,34 @@ void Reducer::end_run() {
   const at::NoGradGuard no_grad;
   if (!run.held.empty()) {
     for (const auto& pass : run.passes) pass->was_used = true;
-    if (has_local_gradients_) local_.note(setup_.parameters);
+    local_.note_end(setup_.parameters);
   }
-  if (static_graph_.is_counting()) return reduce_counted(run);
-  if (std::exchange(step_.marks_unused_at_end, false)) mark_unused();
+  step_.terms.access.settle();
+  if (static_graph_.is_counting()) {
+    reduce_counted(run);
+  } else if (std::exchange(step_.marks_unused_at_end, false)) {
+    mark_unused();
+  }
+  // A context's gradients live no longer than it does.
+  if (!step_.has_begun) step_.terms.access = {};
+}
+
+void Reducer::enter_place() {
+  auto access = detail::GradientAccess::of_current_backward();
+  const bool is_first = !run_.access;
+  if (is_first && access.is_in_context()) check_context();
+  if (is_first ? step_.has_begun && !step_.terms.access.is_same_place(access) : !run_.access->is_same_place(access)) {
+    setup_.fail(str(
+        setup_.who(),
+        ": in one step some gradients go to one context of distributed autograd and some to another, or to .grad, ",
+        "as from a plain backward inside of a context's (activations that are computed again by one). They would be ",
+        "averaged in one place only: run all backwards of a step in the same."));
+  }
+  if (is_first) {
+    local_.enter(access, searches_unused() ? &unused_.used : nullptr);
+    run_.access = std::move(access);
+  }
+  step_.terms.access = *run_.access;
 }
 
 void Reducer::forget_failed_run() {
@@ -120,7 +144,8 @@ void Reducer::reach(const detail::PassPtr& pass) {
     step_.is_visible = true;
   }
   if (run_.held.empty()) return;
-  step_.terms.access = detail::GradientAccess::of_current_backward();
+  // Only hooks on accumulators can ask autograd for it.
+  step_.terms.access = *run_.access;
   for (const auto index : std::exchange(run_.held, {})) take(index);
 }
 

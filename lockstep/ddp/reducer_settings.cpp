@@ -130,6 +130,15 @@ void Reducer::set_scatter(const ScatterFactory& make, const std::string& reason)
   make_buckets();
 }
 
+void Reducer::check_context() const {
+  if (!scatter_ && !averages_.has_consumer()) return;
+  const auto& slot = hook_slot_taken_by();
+  setup_.fail(str(setup_.who(), ": ", slot.empty() ? str("comm hook '", comm_hook_name(), "' steps in backward") : slot,
+                  ", which works on .grad; in a context of distributed autograd gradients are not there but in the ",
+                  "context. Run this forward and its backward outside of the context, or let an optimizer step after ",
+                  "backward, with the context's gradients."));
+}
+
 void Reducer::clear_scatter() {
   const std::lock_guard lock(mutex_);
   if (!scatter_) return;

@@ -42,6 +42,9 @@ class UsedMap {
   /// The step is over. All ranks end one with it, so that no sum meets the next one.
   void finish();
   void clear();
+  /// This rank's marks, to be put aside.
+  at::Tensor marks() const { return marks_.clone(); }
+  void set_marks(const at::Tensor& marks) { marks_.copy_(marks); }
   /// No mark is set, and what is under way meets none that will be.
   void give_up();
 

@@ -1,4 +1,5 @@
 // Our fallback on the key, and who is asked in which order. docs/intercept.md gives the reasons.
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 #include <torch/library.h>
@@ -42,10 +43,11 @@ class ToldOwners {
   explicit ToldOwners(OperatorCall& call) : call_(call) {
     for_each_tensor(call, [&](const at::Tensor& tensor, std::size_t argument) {
       if (!is_marked_intercepted(tensor)) return;
-      auto owner = storage_owner_of(tensor);
+      auto owner = storage_owner_of(memory_of(tensor));
       if (!owner) return;
       const auto* alias = call.schema().arguments()[argument].alias_info();
-      touched_of(std::move(owner)).push_back({.tensor = tensor, .is_written = alias != nullptr && alias->isWrite()});
+      touched_of(std::move(owner))
+          .push_back({.tensor = memory_of(tensor), .is_written = alias != nullptr && alias->isWrite()});
     });
   }
   ~ToldOwners() {
@@ -156,7 +158,10 @@ void OperatorCall::proceed() {
     check_answered("scope");
     return;
   }
-  if (level_ == Level::kKernel) return run_kernel();
+  if (level_ == Level::kKernel) {
+    auto* rule = find_kernel_rule(*this);
+    return rule != nullptr && rule != asked_rule_ ? run_kernel_rule(*rule) : run_kernel();
+  }
   // A rule that has been asked goes on with other arguments, which may have another rule.
   if (auto* rule = find_rule(*this); rule != nullptr && rule != asked_rule_) return run_rule(*rule);
   if (!is_leaf_ && is_composite(op_)) return run_composite();
@@ -178,6 +183,14 @@ void OperatorCall::check_answered(const char* who) const {
 void OperatorCall::run_kernel() {
   is_answered_ = true;
   op_.redispatchBoxed(keys_ & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKernelKey), &stack_);
+}
+
+// What the rule calls is below autograd as well, and nobody's kernel: scopes have seen the operator itself.
+void OperatorCall::run_kernel_rule(TensorRule& rule) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  asked_rule_ = &rule;
+  rule.run(*this);
+  check_answered("rule");
 }
 
 void OperatorCall::run_rule(TensorRule& rule) {

@@ -9,7 +9,7 @@
 namespace lockstep {
 
 inline constexpr auto kInterceptKey = c10::DispatchKey::DeferredInit;
-/// The twin below autograd, for scopes that want to see kernels. Tensors never carry it.
+/// The twin below autograd: for scopes that want to see kernels, and tensors whose rule works there.
 inline constexpr auto kKernelKey = c10::DispatchKey::Fake;
 
 /// Registers the fallback, once per process. Whatever puts the key somewhere calls it first. Refuses if another library

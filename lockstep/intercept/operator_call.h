@@ -51,6 +51,7 @@ class OperatorCall {
 
  private:
   void run_kernel();
+  void run_kernel_rule(TensorRule& rule);
   void run_rule(TensorRule& rule);
   void run_composite();
   void run_owned();

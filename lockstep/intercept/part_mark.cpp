@@ -23,11 +23,12 @@ void add_key(const at::Tensor& tensor, c10::DispatchKey key) {
 
 void refuse_to_measure(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& tensor = torch::jit::peek(*stack, 0, op.schema().arguments().size()).toTensor();
-  TORCH_CHECK(false, "[lockstep/intercept] ", op.schema().name(), " of the gradient of a shard, of sizes ",
-              tensor.sizes(), ": it would be of this rank's part only, and so differ by rank. If it is to clip, call ",
-              "lockstep::clip_grad_norm_(), which takes the same arguments, instead of ",
-              "torch::nn::utils::clip_grad_norm_(). What is of this rank's part alone at::linalg_vector_norm() and ",
-              "at::amax() give.");
+  TORCH_CHECK(
+      false, "[lockstep/intercept] ", op.schema().name(), " of the gradient of a shard, of sizes ", tensor.sizes(),
+      ": it would be of this rank's part only, and so differ by rank. If it is to clip, call ",
+      "lockstep::clip_grad_norm_(), which takes the same arguments, instead of ",
+      "torch::nn::utils::clip_grad_norm_(). Optimizers that measure all gradients at once, as LBFGS does, need ",
+      "whole ones. What is of this rank's part alone at::linalg_vector_norm() and at::amax() give.");
 }
 
 /// Of what is measured next.
@@ -77,7 +78,7 @@ bool pass_all_others(c10::DispatchKey key) {
 bool register_kernels() {
   if (!pass_all_others(kPartKey) || !pass_all_others(kCopyKey)) return false;
   register_kernel<&refuse_to_measure>(kPartKey, {"norm.Scalar", "norm.ScalarOpt_dtype", "max"});
-  register_kernel<&hand_mark_on>(kPartKey, {"abs"});
+  register_kernel<&hand_mark_on>(kPartKey, {"abs", "cat"});
   register_kernel<&refuse_copies>(kCopyKey, {"linear",
                                              "bilinear",
                                              "matmul",

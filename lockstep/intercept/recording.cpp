@@ -141,7 +141,7 @@ void Recording::check_is_edit(const OperatorCall& call, const RecordedOperator& 
               kAfterScope);
 }
 
-Operand Recording::operand_of(const OperatorCall& call, const at::Tensor& tensor, bool is_written) const {
+RecordedOperand Recording::operand_of(const OperatorCall& call, const at::Tensor& tensor, bool is_written) const {
   if (!tensor.defined()) return {};
   if (auto* storage = DeferredStorage::of(tensor)) {
     TORCH_CHECK(

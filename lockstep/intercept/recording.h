@@ -33,7 +33,7 @@ struct TensorPlace {
 };
 
 /// A tensor among the arguments: one without memory, one with memory, or none.
-struct Operand {
+struct RecordedOperand {
   std::optional<TensorPlace> deferred;
   at::Tensor real;
   int64_t real_version = 0;
@@ -43,7 +43,7 @@ struct RecordedArgument {
   enum class Kind { kPlain, kTensor, kTensorList, kOptionalTensorList };
   Kind kind = Kind::kPlain;
   c10::IValue plain;
-  std::vector<Operand> operands;
+  std::vector<RecordedOperand> operands;
 };
 
 /// A result on a storage of its own.
@@ -93,7 +93,7 @@ class Recording : public TensorRule, public std::enable_shared_from_this<Recordi
   void check_is_edit(const OperatorCall& call, const RecordedOperator& recorded,
                      const torch::jit::Stack& results) const;
   RecordedOperator describe(const OperatorCall& call) const;
-  Operand operand_of(const OperatorCall& call, const at::Tensor& tensor, bool is_written) const;
+  RecordedOperand operand_of(const OperatorCall& call, const at::Tensor& tensor, bool is_written) const;
   void keep(const OperatorCall& call, RecordedOperator recorded, torch::jit::Stack& results);
   void keep_result(const at::Tensor& tensor, std::size_t result, std::size_t item, RecordedOperator& recorded,
                    at::Device device);

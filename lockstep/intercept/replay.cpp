@@ -182,7 +182,7 @@ torch::jit::Stack Replay::arguments_of(const RecordedOperator& recorded) const {
   return stack;
 }
 
-at::Tensor Replay::tensor_of(const RecordedOperator& recorded, const Operand& operand) const {
+at::Tensor Replay::tensor_of(const RecordedOperator& recorded, const RecordedOperand& operand) const {
   if (operand.deferred) return tensor_at(memory_.at(operand.deferred->storage), *operand.deferred);
   if (operand.real.defined()) {
     TORCH_CHECK(operand.real.is_inference() || operand.real._version() == operand.real_version,

@@ -37,7 +37,7 @@ class Replay {
   void run(std::size_t position);
   void draw(RecordedOperator& recorded, torch::jit::Stack& stack);
   torch::jit::Stack arguments_of(const RecordedOperator& recorded) const;
-  at::Tensor tensor_of(const RecordedOperator& recorded, const Operand& operand) const;
+  at::Tensor tensor_of(const RecordedOperator& recorded, const RecordedOperand& operand) const;
   void take_results(const RecordedOperator& recorded, const torch::jit::Stack& results);
 
   Recording& recording_;

@@ -22,12 +22,22 @@ class TensorRule {
   virtual void run(OperatorCall& call) = 0;
 };
 
-/// A tensor with a rule of its own kind. Derived classes give the base class a key set with kInterceptKey.
+/// A tensor with rules of its own kind. Derived classes give the base class a key set with kInterceptKey, kKernelKey or
+/// both: the keys say which rules are asked.
 class RuledTensorImpl : public c10::TensorImpl {
  public:
   using c10::TensorImpl::TensorImpl;
-  virtual TensorRule& rule() const = 0;
+
+  /// Asked above autograd, which then records what the rule calls. Null: this tensor has none there.
+  virtual TensorRule* rule() const { return nullptr; }
+  /// Asked below autograd, which has recorded the operator on this very tensor. Null: none there.
+  virtual TensorRule* kernel_rule() const { return nullptr; }
+  /// The tensor that has its memory: whoever owns that storage is told of operators on this one. Null: none has.
+  virtual const at::Tensor* memory() const { return nullptr; }
 };
+
+/// RuledTensorImpl::memory() of `tensor`; of any other tensor itself.
+const at::Tensor& memory_of(const at::Tensor& tensor);
 
 /// What a storage with a rule has for a context. Owned by the storage.
 class RuledStorage {
@@ -41,8 +51,11 @@ class RuledStorage {
   static RuledStorage* of(const at::Tensor& tensor);
 };
 
-/// The rule that answers for the call: that of the first argument with a RuledTensorImpl, else of the first with a
-/// RuledStorage, else null.
+/// The rule that answers for the call above autograd: that of the first argument with a RuledTensorImpl, else of the
+/// first with a RuledStorage, else null.
 TensorRule* find_rule(const OperatorCall& call);
+
+/// The same below autograd, where storages have none.
+TensorRule* find_kernel_rule(const OperatorCall& call);
 
 }  // namespace lockstep

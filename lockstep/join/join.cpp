@@ -217,6 +217,7 @@ JoinTally Join::begin_iteration(Joinable& joinable, const JoinVote& vote) {
   const auto sending = is_attentive() ? detail::Sending::kBlocking : detail::Sending::kAsync;
   tally_ = send({.is_live = true,
                  .will_reduce = vote.will_reduce,
+                 .leaves_grad = vote.leaves_grad,
                  .is_attentive = is_attentive(),
                  .progress = progress(),
                  .was_local = was_local_},
@@ -469,7 +470,8 @@ JoinTally Join::own_tally(Joinable& joinable, const JoinVote& vote) {
   const bool is_live = scope->stage_ == Stage::kOpen;
   auto tally = scope->send({.is_live = is_live,
                             .will_reduce = is_live && vote.will_reduce,
-                            .gives_leftovers = !is_live && vote.gives_leftovers},
+                            .gives_leftovers = !is_live && vote.gives_leftovers,
+                            .leaves_grad = is_live && vote.leaves_grad},
                            detail::Sending::kAsync);
   if (!is_live) scope->own_tallies_[scope->position_of(joinable)] = tally;
   return tally;

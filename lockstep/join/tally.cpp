@@ -70,6 +70,7 @@ JoinTally detail::send_flags(const ControlFlags& flags, const GroupPtr& group, c
   if (flags.is_live) add_me_to(JoinTally::kLive);
   if (flags.will_reduce) add_me_to(JoinTally::kReducing);
   if (flags.gives_leftovers) add_me_to(JoinTally::kLeftovers);
+  if (flags.leaves_grad) add_me_to(JoinTally::kLeavingGrad);
   if (flags.wants_stop) add_me_to(JoinTally::kStopping);
   if (flags.is_attentive) add_me_to(JoinTally::kAttentive);
   bits[JoinTally::kSets * words] = flags.progress;

@@ -18,6 +18,8 @@ struct JoinVote {
   bool will_reduce = true;
   /// A joined rank has gradients of backwards that were not reduced: it gives them to the next reduction.
   bool gives_leftovers = false;
+  /// What is reduced goes elsewhere than to .grad: ranks that mirror the iteration leave theirs alone.
+  bool leaves_grad = false;
 };
 
 namespace detail {
@@ -27,6 +29,7 @@ struct ControlFlags {
   bool is_live = false;
   bool will_reduce = false;
   bool gives_leftovers = false;
+  bool leaves_grad = false;
   bool wants_stop = false;
   /// This rank's scope reads every message before the iteration goes on. Same on all ranks.
   bool is_attentive = false;
@@ -61,13 +64,15 @@ class JoinTally {
   /// Ranks that have something to give: live ones, and joined ones with gradients that were not reduced. What the sum
   /// of gradients is divided by if not by the world size.
   int giving_count() const { return live_count() + static_cast<int>(ranks_in(kLeftovers).size()); }
+  /// Live ranks whose gradients go elsewhere than to .grad.
+  int leaving_grad_count() const { return static_cast<int>(ranks_in(kLeavingGrad).size()); }
   std::vector<int> live_ranks() const { return ranks_in(kLive); }
   std::vector<int> reducing_ranks() const { return ranks_in(kReducing); }
 
  private:
   friend class Join;
   friend JoinTally detail::send_flags(const detail::ControlFlags&, const GroupPtr&, c10::Device, detail::Sending);
-  enum Set { kLive, kReducing, kLeftovers, kStopping, kAttentive, kSets };
+  enum Set { kLive, kReducing, kLeftovers, kLeavingGrad, kStopping, kAttentive, kSets };
   struct State;
 
   std::vector<int> ranks_in(Set set) const;

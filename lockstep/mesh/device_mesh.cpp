@@ -53,10 +53,18 @@ DeviceMesh::State::State(std::shared_ptr<Root> root, MeshLayout layout, std::vec
     : root(std::move(root)), layout(std::move(layout)), names(std::move(names)), groups(std::move(groups)) {
   const auto copies = tile(this->layout.flattened(), this->root->ranks);
   for (const auto& copy : copies) {
-    const auto me = std::find(copy.begin(), copy.end(), this->root->rank);
-    if (me != copy.end()) coordinate = unravel(me - copy.begin(), this->layout.shape());
-    if (me != copy.end() || copies.size() == 1) ranks = copy;
+    const bool is_mine = std::find(copy.begin(), copy.end(), this->root->rank) != copy.end();
+    if (is_mine || copies.size() == 1) ranks = copy;
   }
+  coordinate = coordinate_of(this->root->rank);
+}
+
+std::optional<std::vector<int>> DeviceMesh::State::coordinate_of(int rank) const {
+  for (const auto& copy : tile(layout.flattened(), root->ranks)) {
+    const auto found = std::find(copy.begin(), copy.end(), rank);
+    if (found != copy.end()) return unravel(found - copy.begin(), layout.shape());
+  }
+  return std::nullopt;
 }
 
 std::string DeviceMesh::State::where() const {
@@ -76,6 +84,27 @@ std::string DeviceMesh::State::valid_names(bool has_flattened) const {
   const std::lock_guard lock(root->mutex);
   for (const auto& [name, entry] : root->flattened) known.push_back(name);
   return join(known, ", ");
+}
+
+GroupPtr DeviceMesh::State::group_of(const std::string& name, const AxisLayout& axis, const char* function,
+                                     const GroupOptions& options) const {
+  const auto known = root->find_flattened(name);
+  TORCH_CHECK(!known || known->axis == axis, where(), function, "() cannot name an axis '", name,
+              "': the name stands for other axes, with stride ", known->axis.stride_text(), " and size ",
+              known->axis.size(), ". Choose another.");
+  if (known) return known->group;
+  const auto& world = root->world;
+  const bool is_in_world = world && world->rank() == root->rank &&
+                           *std::max_element(root->ranks.begin(), root->ranks.end()) < world->world_size();
+  TORCH_CHECK(is_in_world, where(), function, "() makes groups from the world's, but the mesh is not of its ranks. ",
+              "Call lockstep::init() before you make the mesh.");
+  check_same_on_all_ranks(str("the axes and name of DeviceMesh::", function, "()"),
+                          str(text_of(*this), " to '", name, "'"), world->group());
+  const bool is_own = !options.backend.empty() || options.timeout.count() > 0;
+  auto group = detail::make_axis_group(*world, axis, root->ranks, is_own ? &options : nullptr);
+  const std::lock_guard lock(root->mutex);
+  root->flattened.emplace(name, Root::Flattened{axis, group});
+  return group;
 }
 
 bool DeviceMesh::State::is_root() const {
@@ -138,6 +167,10 @@ bool DeviceMesh::is_member() const {
 
 const std::optional<std::vector<int>>& DeviceMesh::get_coordinate() const {
   return state_->coordinate;
+}
+
+std::optional<std::vector<int>> DeviceMesh::coordinate_of(int rank) const {
+  return state_->coordinate_of(rank);
 }
 
 GroupPtr DeviceMesh::get_group() const {
@@ -229,29 +262,28 @@ DeviceMesh DeviceMesh::flatten(const std::string& mesh_dim_name, const GroupOpti
   TORCH_CHECK(!index_of(root.names, name), state.where(), "cannot be flattened to '", name,
               "': the root mesh has an axis of that name, one of ", join(root.names, ", "), ". Choose another.");
 
-  auto axis = state.layout.flattened();
-  auto flattened = root.find_flattened(name);
-  TORCH_CHECK(!flattened || flattened->axis == axis, state.where(), "cannot be flattened to '", name,
-              "': the name stands for other axes, with stride ", flattened->axis.stride_text(), " and size ",
-              flattened->axis.size(), ". Choose another.");
-  if (!flattened) {
-    const auto& world = root.world;
-    const bool is_in_world = world && world->rank() == root.rank &&
-                             *std::max_element(root.ranks.begin(), root.ranks.end()) < world->world_size();
-    TORCH_CHECK(is_in_world, state.where(),
-                "flatten() makes groups from the world's, but the mesh is not of its ranks. ",
-                "Call lockstep::init() before you make the mesh.");
-    check_same_on_all_ranks("the axes and name of DeviceMesh::flatten()", str(to_string(), " to '", name, "'"),
-                            world->group());
-    const bool is_own = !options.backend.empty() || options.timeout.count() > 0;
-    flattened = Root::Flattened{axis, detail::make_axis_group(*world, axis, root.ranks, is_own ? &options : nullptr)};
-    const std::lock_guard lock(root.mutex);
-    root.flattened.emplace(name, *flattened);
-  }
+  const auto axis = state.layout.flattened();
   std::vector<GroupPtr> groups;
-  if (is_member()) groups.push_back(flattened->group);
+  const auto group = state.group_of(name, axis, "flatten", options);
+  if (is_member()) groups.push_back(group);
+  return DeviceMesh(std::make_shared<State>(state.root, MeshLayout({axis}), std::vector{name}, std::move(groups)));
+}
+
+DeviceMesh DeviceMesh::with_axis_of_one(const std::string& mesh_dim_name) const {
+  const auto& state = *state_;
+  TORCH_CHECK(
+      !state.names.empty() && !index_of(state.names, mesh_dim_name) && !index_of(state.root->names, mesh_dim_name),
+      state.where(), "cannot get an axis '", mesh_dim_name,
+      "': its axes have no names, or one of the mesh or of its root has this one. Choose another.");
+  auto axes = state.layout.axes();
+  auto names = state.names;
+  auto groups = state.groups;
+  const auto group = state.group_of(mesh_dim_name, AxisLayout(), "with_axis_of_one", {});
+  axes.emplace_back();
+  names.push_back(mesh_dim_name);
+  if (is_member()) groups.push_back(group);
   return DeviceMesh(
-      std::make_shared<State>(state.root, MeshLayout({std::move(axis)}), std::vector{name}, std::move(groups)));
+      std::make_shared<State>(state.root, MeshLayout(std::move(axes)), std::move(names), std::move(groups)));
 }
 
 DeviceMesh DeviceMesh::concatenate(const std::vector<DeviceMesh>& meshes) {

@@ -76,6 +76,9 @@ class DeviceMesh {
   /// One number per axis; none if this rank is outside.
   const std::optional<std::vector<int>>& get_coordinate() const;
 
+  /// That of any rank of the root mesh, in the slice it is in: the same axes through other ranks. None outside of it.
+  std::optional<std::vector<int>> coordinate_of(int rank) const;
+
   /// The group of this rank along an axis; also by the name of any flattened axis of the root mesh. Without an axis the
   /// mesh must have only one. Refused on ranks outside.
   GroupPtr get_group() const;
@@ -97,6 +100,10 @@ class DeviceMesh {
   /// The mesh as one axis named `mesh_dim_name`, by default the names joined by '_'. Collective over the world the
   /// first time a name is used; the result is kept in the root mesh, and given again for the same axes.
   DeviceMesh flatten(const std::string& mesh_dim_name = "", const GroupOptions& options = {}) const;
+
+  /// The mesh with one more axis at the end, along which every rank is alone. Collective over the world the first time
+  /// a name is used.
+  DeviceMesh with_axis_of_one(const std::string& mesh_dim_name) const;
 
   /// The mesh this one was cut from; itself if from none.
   DeviceMesh get_root_mesh() const;

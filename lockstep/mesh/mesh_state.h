@@ -48,6 +48,7 @@ struct DeviceMesh::State {
   std::vector<int> ranks;
   std::optional<std::vector<int>> coordinate;
 
+  std::optional<std::vector<int>> coordinate_of(int rank) const;
   /// "[lockstep/mesh] rank 1 of 4, DeviceMesh(…): ", the beginning of every message about this mesh.
   std::string where() const;
   /// Index of an axis; refuses what is out of range.
@@ -55,6 +56,10 @@ struct DeviceMesh::State {
   /// "dp, tp": own names, followed by those of flattened axes where these count.
   std::string valid_names(bool has_flattened) const;
   bool is_root() const;
+  /// This rank's group along an axis that the root knows by `name`, made at its first use, which is collective over the
+  /// world. Refuses a name that stands for another axis.
+  GroupPtr group_of(const std::string& name, const AxisLayout& axis, const char* function,
+                    const GroupOptions& options) const;
 };
 
 namespace detail {

@@ -1,19 +1,11 @@
 #include "lockstep/shard/buffer_pool.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include <algorithm>
 
+#include "lockstep/comm/current_stream.h"
 #include "lockstep/shard/buffer.h"
 
 namespace lockstep::detail {
-namespace {
-
-c10::Stream current_stream(c10::Device device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
-
-}  // namespace
 
 at::Tensor BufferPool::acquire(const at::TensorOptions& options, const std::function<bool()>& make_room) {
   const auto fits = [&](const Free& each) {

@@ -35,43 +35,56 @@ void along_axes(const DeviceMesh& mesh, const Send& send) {
   }
 }
 
+/// The parts of the ranks that differ from this one along `axes` only, in row-major order.
+std::vector<TensorPart> parts_along(const std::vector<int64_t>& axes, const Layout& layout) {
+  const auto shape = layout.mesh().shape();
+  std::vector<int64_t> sizes;
+  int64_t count = 1;
+  for (const auto axis : axes) {
+    sizes.push_back(layout.mesh().size(axis));
+    count *= sizes.back();
+  }
+  auto coordinate = layout.mesh().get_coordinate().value();
+  std::vector<TensorPart> parts;
+  for (int64_t i = 0; i < count; ++i) {
+    const auto place = unravel(i, sizes);
+    for (std::size_t j = 0; j < axes.size(); ++j) coordinate[static_cast<std::size_t>(axes[j])] = place[j];
+    parts.push_back(part_at(coordinate, shape, layout.placements(), layout.sizes()));
+  }
+  return parts;
+}
+
 }  // namespace
 
 at::Tensor gather_whole(const at::Tensor& part, const Layout& layout) {
   const at::NoGradGuard no_grad;
+  TORCH_CHECK(!layout.has_partial(), "[lockstep/shard] rank ", layout.mesh().get_rank(), ": ", layout,
+              " holds terms of a reduction, which are no parts. Reduce them first.");
   const auto axes = layout.dividing_axes();
   if (axes.empty()) return part.detach().clone();
-  TORCH_CHECK(axes.size() == 1, "[lockstep/shard] rank ", layout.mesh().get_rank(), ": ", layout,
-              " is divided along several axes of the mesh, and cannot be gathered");
-  const auto axis = static_cast<std::size_t>(axes.front());
-  const auto group = layout.mesh().get_group(axes.front());
-  const auto dim = sharded_dim(layout.placements()[axis]).value();
-  // All send as much as the one who has most: the first, unless counts are given.
-  auto coordinate = layout.mesh().get_coordinate().value();
-  const auto part_of = [&](int place) {
-    coordinate[axis] = place;
-    return part_at(coordinate, layout.mesh().shape(), layout.placements(), layout.sizes());
-  };
-  auto sizes = part_of(0).sizes();
-  if (const auto* ragged = std::get_if<RaggedShard>(&layout.placements()[axis])) {
-    sizes[static_cast<std::size_t>(dim)] = *std::max_element(ragged->counts.begin(), ragged->counts.end());
+  const auto parts = parts_along(axes, layout);
+  int64_t elements = 0;  // all send as much as the one who has most
+  for (const auto& each : parts) elements = std::max(elements, each.numel());
+  auto all = part.detach().reshape({-1});
+  if (all.numel() < elements) {
+    all = at::zeros({elements}, part.options());
+    all.narrow(0, 0, part.numel()).copy_(part.detach().reshape({-1}));
   }
-  auto mine = part.detach();
-  if (mine.sizes() != at::IntArrayRef(sizes)) {
-    mine = at::zeros(sizes, part.options());
-    mine.narrow(dim, 0, part.size(dim)).copy_(part.detach());
+  // The last axis first: in the end parts lie in the order of the axes.
+  for (auto axis = axes.rbegin(); axis != axes.rend() && elements > 0; ++axis) {
+    const auto more = at::empty({all.numel() * layout.mesh().size(*axis)}, part.options());
+    all_gather_into_tensor(more, all.contiguous(), layout.mesh().get_group(*axis));
+    all = more;
   }
-  const auto ranks = static_cast<int64_t>(group->getSize());
-  sizes.insert(sizes.begin(), ranks);
-  const auto all = at::empty(sizes, part.options());
-  if (all.numel() > 0) all_gather_into_tensor(all.view({-1}), mine.contiguous().view({-1}), group);
-  if (dim == 0 && std::holds_alternative<Shard>(layout.placements()[axis])) {
-    return all.flatten(0, 1).narrow(0, 0, layout.sizes()[0]);
+  const auto& first = layout.placements()[static_cast<std::size_t>(axes.front())];
+  if (axes.size() == 1 && std::holds_alternative<Shard>(first) && sharded_dim(first) == 0) {
+    return all.narrow(0, 0, layout.numel()).view(layout.sizes());
   }
   auto whole = at::empty(layout.sizes(), part.options());
-  for (int64_t rank = 0; rank < ranks; ++rank) {
-    for (const auto& box : part_of(static_cast<int>(rank)).boxes()) {
-      box_in(whole, box.offsets, box.sizes).copy_(box_in(all[rank], box.local_offsets, box.sizes));
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    const auto local = all.narrow(0, static_cast<int64_t>(i) * elements, parts[i].numel()).view(parts[i].sizes());
+    for (const auto& box : parts[i].boxes()) {
+      box_in(whole, box.offsets, box.sizes).copy_(box_in(local, box.local_offsets, box.sizes));
     }
   }
   return whole;

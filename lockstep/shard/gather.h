@@ -12,7 +12,7 @@
 namespace lockstep {
 
 /// The whole tensor of which `part` is this rank's; a copy also where nothing is divided. Blocking and collective over
-/// the axis that divides it; refused if there are several.
+/// the axes that divide it. Refuses terms of a reduction.
 at::Tensor gather_whole(const at::Tensor& part, const Layout& layout);
 
 /// What the mesh's first rank has, on all of its ranks: in place, or the bytes. Blocking and collective over the mesh.

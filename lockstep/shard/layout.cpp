@@ -223,7 +223,18 @@ TensorPart Layout::part_of(int rank) const {
 }
 
 std::vector<int64_t> Layout::local_sizes() const {
-  return mesh_.is_member() ? part().sizes() : std::vector<int64_t>{0};
+  if (!mesh_.is_member()) return {0};
+  // The common placements leave one range of each dim, whose length is known without it.
+  auto sizes = sizes_;
+  for (std::size_t axis = 0; axis < placements_.size(); ++axis) {
+    if (const auto* shard = std::get_if<Shard>(&placements_[axis])) {
+      auto& size = sizes[static_cast<std::size_t>(shard->dim)];
+      size = chunk_of({0, size}, (*mesh_.get_coordinate())[axis], mesh_.size(static_cast<int64_t>(axis))).size();
+    } else if (sharded_dim(placements_[axis])) {
+      return part().sizes();
+    }
+  }
+  return sizes;
 }
 
 std::vector<int64_t> Layout::offsets() const {
@@ -248,6 +259,19 @@ at::Tensor Layout::cut(const at::Tensor& whole, int rank) const {
     part = runs.empty() ? part.narrow(dim, 0, 0) : runs.size() == 1 ? runs.front() : at::cat(runs, dim);
   }
   return part;
+}
+
+bool Layout::is_same_on(const std::vector<int>& ranks) const {
+  const auto part_on = [&](int rank) -> std::optional<TensorPart> {
+    const auto coordinate = mesh_.coordinate_of(rank);
+    if (!coordinate) return std::nullopt;
+    return part_at(*coordinate, mesh_.shape(), placements_, sizes_);
+  };
+  const auto mine = part_on(mesh_.get_rank());
+  return !has_partial() && std::all_of(ranks.begin(), ranks.end(), [&](int rank) {
+    const auto theirs = part_on(rank);
+    return mine && theirs && mine->ranges() == theirs->ranges();
+  });
 }
 
 std::vector<int64_t> Layout::dividing_axes() const {

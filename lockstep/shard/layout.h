@@ -80,6 +80,8 @@ class Layout {
   at::Tensor cut(const at::Tensor& whole) const;
   at::Tensor cut(const at::Tensor& whole, int rank) const;
 
+  /// Whether these ranks of the world all hold what this one does, each in the slice of the root mesh that it is in.
+  bool is_same_on(const std::vector<int>& ranks) const;
   /// Axes of the mesh that divide the tensor among several ranks.
   std::vector<int64_t> dividing_axes() const;
   /// No axis shards, all hold the whole tensor.

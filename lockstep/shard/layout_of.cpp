@@ -18,6 +18,7 @@ namespace impl = torch::autograd::impl;
 /// leaves the gradient alone. A table by address would keep meshes, and with them groups, after their tensors.
 struct LayoutHook {
   std::shared_ptr<const Layout> layout;
+  bool is_gathered = false;
 
   at::TensorBase operator()(const at::TensorBase& /*gradient*/) const { return {}; }
 };
@@ -39,6 +40,16 @@ std::shared_ptr<const Layout> layout_of(const at::Tensor& tensor) {
   return hook == nullptr ? nullptr : hook->layout;
 }
 
+void set_gathered_layout(const at::Tensor& tensor, Layout layout) {
+  set_layout(tensor, std::move(layout));
+  find_hook(tensor)->is_gathered = true;
+}
+
+bool has_gathered_layout(const at::Tensor& tensor) {
+  const auto* hook = tensor.defined() ? find_hook(tensor) : nullptr;
+  return hook != nullptr && hook->layout && hook->is_gathered;
+}
+
 void set_layout(const at::Tensor& tensor, Layout layout) {
   TORCH_CHECK(tensor.defined(), "[lockstep/shard] an undefined tensor cannot carry ", layout);
   TORCH_CHECK(tensor.is_leaf(), "[lockstep/shard] a tensor that was computed (", describe(tensor),
@@ -49,7 +60,7 @@ void set_layout(const at::Tensor& tensor, Layout layout) {
               at::IntArrayRef(wanted));
   auto shared = std::make_shared<const Layout>(std::move(layout));
   if (auto* hook = find_hook(tensor)) {
-    hook->layout = std::move(shared);
+    *hook = {.layout = std::move(shared)};
     return;
   }
   auto* meta = impl::materialize_autograd_meta(tensor);

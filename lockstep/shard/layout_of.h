@@ -21,6 +21,11 @@ std::shared_ptr<const Layout> layout_of(const at::Tensor& tensor);
 /// whoever gives it other ones later sets another layout. Local.
 void set_layout(const at::Tensor& tensor, Layout layout);
 
+/// The same for a part that somebody gathers before its module computes, and whose gradient they reduce: a shard of
+/// FSDP. With what only carries a layout, as tensor parallelism leaves it, modules compute as it is.
+void set_gathered_layout(const at::Tensor& tensor, Layout layout);
+bool has_gathered_layout(const at::Tensor& tensor);
+
 /// Whether somebody else has hooked its gradient: a layout is held by a hook too.
 bool has_gradient_hooks(const at::Tensor& tensor);
 

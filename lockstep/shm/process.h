@@ -55,6 +55,9 @@ class PeerProcess {
   PeerProcess(UniqueFd pool, UniqueFd lifeline);
 
   std::byte* pool() const { return pool_.data(); }
+  std::size_t pool_bytes() const { return pool_.size(); }
+  /// Hangs up when it ends.
+  int lifeline() const { return lifeline_.get(); }
   /// It has ended, however.
   bool is_gone() const;
 

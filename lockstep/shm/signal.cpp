@@ -19,8 +19,12 @@ void futex_wait(const std::atomic<std::uint32_t>& word, std::uint32_t seen, std:
   ::syscall(SYS_futex, &word, FUTEX_WAIT, seen, &time, nullptr, 0);
 }
 
+void futex_wake(const std::atomic<std::uint32_t>& word, int most) {
+  ::syscall(SYS_futex, &word, FUTEX_WAKE, most, nullptr, nullptr, 0);
+}
+
 void futex_wake_all(const std::atomic<std::uint32_t>& word) {
-  ::syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  futex_wake(word, INT_MAX);
 }
 
 using Clock = std::chrono::steady_clock;
@@ -81,6 +85,18 @@ void nap(Signal& signal, std::uint32_t seen, std::chrono::milliseconds time) {
   signal.sleepers.fetch_sub(1, std::memory_order_relaxed);
 }
 
+void doze(Signal& signal, std::uint32_t seen) {
+  ::syscall(SYS_futex, &signal.value, FUTEX_WAIT, seen, nullptr, nullptr, 0);
+}
+
+void wake_one(Signal& signal) {
+  futex_wake(signal.value, 1);
+}
+
+void wake_all(Signal& signal) {
+  futex_wake_all(signal.value);
+}
+
 int usable_cores() {
   cpu_set_t cores;
   CPU_ZERO(&cores);
@@ -98,17 +114,22 @@ Patience Patience::of_background() {
   return {.spins = 50, .yields = 5};
 }
 
-void wait_for(Signal& signal, std::uint32_t target, const Patience& patience, Watch& watch) {
+bool stay_awake_for(const Signal& signal, std::uint32_t target, const Patience& patience) {
   for (int i = 0; i < patience.spins; ++i) {
-    if (has_reached(signal, target)) return;
+    if (has_reached(signal, target)) return true;
     relax();
   }
   if (may_yield()) {
     for (int i = 0; i < patience.yields; ++i) {
-      if (has_reached(signal, target)) return;
+      if (has_reached(signal, target)) return true;
       if (!yield_quickly()) break;
     }
   }
+  return false;
+}
+
+void wait_for(Signal& signal, std::uint32_t target, const Patience& patience, Watch& watch) {
+  if (stay_awake_for(signal, target, patience)) return;
   auto time = std::chrono::milliseconds(5);
   while (true) {
     const auto seen = signal.value.load(std::memory_order_acquire);

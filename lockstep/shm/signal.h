@@ -35,6 +35,13 @@ void ring(Signal& signal);
 /// Sleeps until the counter is no longer `seen`, or the time is over, or for no reason.
 void nap(Signal& signal, std::uint32_t seen, std::chrono::milliseconds time);
 
+/// Sleeps until the counter is no longer `seen` or wake_one() is called, without counting as a sleeper: for those who
+/// keep their own books of who has to be woken.
+void doze(Signal& signal, std::uint32_t seen);
+/// Wakes one of those who doze.
+void wake_one(Signal& signal);
+void wake_all(Signal& signal);
+
 /// How long to stay awake, in looks at the counter.
 struct Patience {
   int spins = 0;
@@ -45,6 +52,9 @@ struct Patience {
   /// For a background thread: its rank computes meanwhile and wants the core.
   static Patience of_background();
 };
+
+/// True as soon as the counter has reached `target`; false if the patience is over before.
+bool stay_awake_for(const Signal& signal, std::uint32_t target, const Patience& patience);
 
 /// Called between naps; throws to give up.
 class Watch {

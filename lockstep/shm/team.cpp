@@ -165,6 +165,13 @@ std::optional<std::uint64_t> Team::locate(const std::byte* at, std::size_t bytes
   return process_->pool().locate(at, bytes);
 }
 
+std::byte* Team::resolve_claim(int rank, std::uint64_t location, std::uint64_t bytes) const {
+  if (room_) return nullptr;
+  const auto& other = others_[static_cast<std::size_t>(rank)];
+  const auto size = other ? other->pool_bytes() : process_->pool().memory().size();
+  return location <= size && bytes <= size - location ? resolve(rank, location) : nullptr;
+}
+
 std::shared_ptr<Pool> Team::pool() const {
   return room_ ? nullptr : std::shared_ptr<Pool>(process_, &process_->pool());
 }
@@ -188,6 +195,12 @@ std::optional<std::string> Team::failure() const {
     if (each.failure_state.load(std::memory_order_acquire) == Failure::kWritten) return std::string(each.failure);
   }
   return std::nullopt;
+}
+
+int Team::lifeline(int rank) const {
+  if (room_) return -1;
+  const auto& other = others_[static_cast<std::size_t>(rank)];
+  return other ? other->lifeline() : -1;
 }
 
 bool Team::is_gone(int rank) const {

@@ -77,6 +77,8 @@ class Team {
     // NOLINTNEXTLINE(performance-no-int-to-ptr): it was a pointer of this process
     return room_ ? reinterpret_cast<std::byte*>(location) : pools_[static_cast<std::size_t>(rank)] + location;
   }
+  /// The same for a location and a length that a rank only claims to have: null if they are outside of its pool.
+  std::byte* resolve_claim(int rank, std::uint64_t location, std::uint64_t bytes) const;
 
   /// My process's memory for zero-copy tensors, in this team and all others: nothing among threads, who need none.
   std::shared_ptr<Pool> pool() const;
@@ -89,6 +91,8 @@ class Team {
   /// Why some rank can go no further, in the words of the one that noticed.
   std::optional<std::string> failure() const;
   bool is_gone(int rank) const;
+  /// What hangs up when the rank's process ends; -1 for ranks of this one.
+  int lifeline(int rank) const;
   /// Tells the others that this rank will take part in nothing more. Its memory stays while the team lives.
   void leave();
   bool has_left(int rank) const { return lane(rank).has_left.load(std::memory_order_acquire) != 0; }

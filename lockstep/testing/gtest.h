@@ -16,12 +16,26 @@
 #include <string>
 #include <utility>
 
+#include "lockstep/dtensor/dtensor.h"
 #include "lockstep/testing/checks.h"
 #include "lockstep/testing/continuous.h"
 #include "lockstep/testing/process_ranks.h"
 #include "lockstep/testing/skip.h"
 #include "lockstep/testing/subtests.h"
 #include "lockstep/testing/thread_ranks.h"
+
+namespace at {
+
+/// How GoogleTest prints values: libtorch's operator<< throws for a DTensor, whose values other ranks have.
+inline void PrintTo(const Tensor& tensor, std::ostream* out) {
+  if (lockstep::is_dtensor(tensor)) {
+    *out << lockstep::DTensor(tensor);
+  } else {
+    *out << tensor;
+  }
+}
+
+}  // namespace at
 
 namespace lockstep::testing {
 
@@ -138,28 +152,28 @@ class ContinuousTest : public ::testing::Test {
 }  // namespace lockstep::testing
 
 /// A test whose ranks are threads.
-#define LOCKSTEP_THREAD_TEST(suite, name, ranks)                                                \
-  static void suite##_##name##_on_rank([[maybe_unused]] const ::lockstep::World& world);        \
-  TEST(suite, name) {                                                                           \
-    ::lockstep::testing::run_threads_in_gtest({.world_size = ranks}, suite##_##name##_on_rank); \
-  }                                                                                             \
+#define LOCKSTEP_THREAD_TEST(suite, name, ranks)                                                  \
+  static void suite##_##name##_on_rank([[maybe_unused]] const ::lockstep::World& world);          \
+  TEST(suite, name) {                                                                             \
+    ::lockstep::testing::run_threads_in_gtest({.world_size = (ranks)}, suite##_##name##_on_rank); \
+  }                                                                                               \
   static void suite##_##name##_on_rank([[maybe_unused]] const ::lockstep::World& world)
 
 /// A test whose ranks are processes.
-#define LOCKSTEP_PROCESS_TEST(suite, name, ranks)                                                 \
-  static void suite##_##name##_on_rank([[maybe_unused]] const ::lockstep::World& world);          \
-  TEST(suite, name) {                                                                             \
-    ::lockstep::testing::run_processes_in_gtest({.world_size = ranks}, suite##_##name##_on_rank); \
-  }                                                                                               \
+#define LOCKSTEP_PROCESS_TEST(suite, name, ranks)                                                   \
+  static void suite##_##name##_on_rank([[maybe_unused]] const ::lockstep::World& world);            \
+  TEST(suite, name) {                                                                               \
+    ::lockstep::testing::run_processes_in_gtest({.world_size = (ranks)}, suite##_##name##_on_rank); \
+  }                                                                                                 \
   static void suite##_##name##_on_rank([[maybe_unused]] const ::lockstep::World& world)
 
 /// The same body in both harnesses: tests name_AsThreads and name_AsProcesses.
-#define LOCKSTEP_RANK_TEST(suite, name, ranks)                                                    \
-  static void suite##_##name##_on_rank([[maybe_unused]] const ::lockstep::World& world);          \
-  TEST(suite, name##_AsThreads) {                                                                 \
-    ::lockstep::testing::run_threads_in_gtest({.world_size = ranks}, suite##_##name##_on_rank);   \
-  }                                                                                               \
-  TEST(suite, name##_AsProcesses) {                                                               \
-    ::lockstep::testing::run_processes_in_gtest({.world_size = ranks}, suite##_##name##_on_rank); \
-  }                                                                                               \
+#define LOCKSTEP_RANK_TEST(suite, name, ranks)                                                      \
+  static void suite##_##name##_on_rank([[maybe_unused]] const ::lockstep::World& world);            \
+  TEST(suite, name##_AsThreads) {                                                                   \
+    ::lockstep::testing::run_threads_in_gtest({.world_size = (ranks)}, suite##_##name##_on_rank);   \
+  }                                                                                                 \
+  TEST(suite, name##_AsProcesses) {                                                                 \
+    ::lockstep::testing::run_processes_in_gtest({.world_size = (ranks)}, suite##_##name##_on_rank); \
+  }                                                                                                 \
   static void suite##_##name##_on_rank([[maybe_unused]] const ::lockstep::World& world)

@@ -50,7 +50,7 @@ void check_parameters(const ParameterGroups& groups, const std::string& who) {
                   "so it has no gradient of its own. Pass the tensors it was computed from.");
       const auto cut = layout_of(parameter);
       TORCH_CHECK(!cut || cut->is_replicated(), who, ": ", here, " is a shard already (", *cut, "). Its state is as ",
-                  "small as it is: use an ordinary optimizer.");
+                  "small as it is: use an ordinary optimizer, and fully_shard() to divide it further.");
       if (first == nullptr) {
         TORCH_CHECK(parameter.layout() == at::kStrided, who, ": ", here, " is ", type_text(parameter),
                     ". All parameters must be of one dense type.");

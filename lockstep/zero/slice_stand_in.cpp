@@ -137,9 +137,9 @@ SliceStandIn::SliceStandIn(const c10::TensorImpl& like, std::shared_ptr<Link> li
   set_storage_access_should_throw();
 }
 
-TensorRule& SliceStandIn::rule() const {
+TensorRule* SliceStandIn::rule() const {
   static StandInRule rule;
-  return rule;
+  return &rule;
 }
 
 std::shared_ptr<SliceKeeper> SliceStandIn::keeper() const {

@@ -42,7 +42,7 @@ class SliceStandIn final : public GradientStandIn {
   /// With sizes, dtype and device of `like`: the parameter, or another stand-in.
   SliceStandIn(const c10::TensorImpl& like, std::shared_ptr<Link> link);
 
-  TensorRule& rule() const override;
+  TensorRule* rule() const override;
   GradientShard shard() const override;
   void check_can_be_summed() const override { keeper()->check_can_be_summed(); }
 

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -44,6 +45,12 @@ inline c10::IValue at_key(const c10::IValue& dict, const std::string& key) {
 inline std::vector<at::Tensor> tensors_of(const c10::IValue& list) {
   std::vector<at::Tensor> tensors;
   for (const auto& each : list.toListRef()) tensors.push_back(each.isNone() ? at::Tensor() : each.toTensor());
+  return tensors;
+}
+
+inline std::map<std::string, at::Tensor> tensors_by_name(const c10::IValue& dict) {
+  std::map<std::string, at::Tensor> tensors;
+  for (const auto& item : dict.toGenericDict()) tensors[item.key().toStringRef()] = item.value().toTensor();
   return tensors;
 }
 

@@ -122,11 +122,8 @@ void SharedBlocks::map(const std::vector<Piece>& pieces) {
   }
 }
 
-namespace {
-
 /// Blocks whose owner is done with them while other ranks are not: their memory must not serve another purpose yet.
-template <class Block>
-struct Retired {
+struct SharedBlocks::Retired {
   std::mutex mutex;
   std::vector<std::shared_ptr<Block>> blocks;
 
@@ -136,8 +133,6 @@ struct Retired {
   }
 };
 
-}  // namespace
-
 SharedBlocks::~SharedBlocks() {
   if (mine_->home != shm::fork_generation()) return;
   pieces_.clear();
@@ -145,7 +140,7 @@ SharedBlocks::~SharedBlocks() {
     reinterpret_cast<Front*>(block - kFrontBytes)->readers.fetch_sub(1, std::memory_order_release);
   }
   {
-    auto& retired = Retired<Block>::all();
+    auto& retired = Retired::all();
     const std::lock_guard lock(retired.mutex);
     retired.blocks.push_back(std::move(mine_));
   }
@@ -153,7 +148,7 @@ SharedBlocks::~SharedBlocks() {
 }
 
 void SharedBlocks::free_unread() {
-  auto& retired = Retired<Block>::all();
+  auto& retired = Retired::all();
   const std::lock_guard lock(retired.mutex);
   std::erase_if(retired.blocks,
                 [](const auto& block) { return block->front.readers.load(std::memory_order_acquire) == 0; });

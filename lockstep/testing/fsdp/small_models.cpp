@@ -8,6 +8,7 @@
 
 #include "lockstep/checkpointing/checkpoint.h"
 #include "lockstep/nn/module_access.h"
+#include "lockstep/tp/parallelize_module.h"
 
 namespace lockstep::testing {
 namespace {
@@ -58,8 +59,15 @@ at::Tensor MLPStackImpl::forward(const at::Tensor& input) {
 
 FsdpUnit MLPStackImpl::parallelize(const std::optional<DeviceMesh>& tp_mesh, const DeviceMesh& dp_mesh,
                                    bool use_activation_checkpointing, FullyShardOptions options) {
-  TORCH_CHECK(!tp_mesh || tp_mesh->size() == 1, "[lockstep/testing] MLPStack on a mesh of ", tp_mesh->size(),
-              " ranks for tensor parallel, which the library does not have yet. Leave it out.");
+  if (tp_mesh) {
+    RowwiseOptions last;
+    if (norm) last.output_layouts = Shard(1);
+    ParallelPlan plan = {{"*.in_proj", ColwiseParallel({.use_local_output = false})},
+                         {"[01].out_proj", RowwiseParallel({.use_local_output = false})},
+                         {"2.out_proj", RowwiseParallel(last)}};
+    if (norm) plan.emplace_back("3", SequenceParallel());
+    parallelize_module(*this, *tp_mesh, plan);
+  }
   is_checkpointed_ = use_activation_checkpointing;
   options.mesh = dp_mesh;
   for (auto& mlp : mlps) fully_shard(mlp, options);

@@ -42,8 +42,8 @@ class MLPStackImpl : public torch::nn::Module {
   explicit MLPStackImpl(int64_t mlp_dim, bool with_seq_parallel = false);
   at::Tensor forward(const at::Tensor& input);
 
-  /// Every MLP becomes a unit, then the stack, which holds the LayerNorm. Refuses a mesh of several ranks for tensor
-  /// parallel, which the library does not have yet.
+  /// Cuts the layers over `tp_mesh`, with DTensors between them; then every MLP becomes a unit, then the stack, which
+  /// holds the LayerNorm.
   FsdpUnit parallelize(const std::optional<DeviceMesh>& tp_mesh, const DeviceMesh& dp_mesh,
                        bool use_activation_checkpointing, FullyShardOptions options = {});
 

@@ -1,10 +1,13 @@
 // Where ranks meet: every init method, in worlds made inside a test's ranks.
+#include <arpa/inet.h>
 #include <gtest/gtest.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <csignal>
 
 #include "lockstep/base/rank_local.h"
+#include "lockstep/base/unique_fd.h"
 #include "lockstep/launch/port.h"
 #include "lockstep/lockstep.h"
 #include "lockstep/testing/gtest.h"
@@ -80,16 +83,43 @@ LOCKSTEP_THREAD_TEST(Rendezvous, MeetsInMemory, 3) {
   expect_world_at(world, "hash://rendezvous-test");
 }
 
+/// A port that somebody else listens at.
+class TakenPort {
+ public:
+  TakenPort() : socket_(::socket(AF_INET6, SOCK_STREAM, 0)) {
+    sockaddr_in6 address = {};
+    address.sin6_family = AF_INET6;
+    socklen_t size = sizeof(address);
+    EXPECT_EQ(::bind(socket_.get(), reinterpret_cast<sockaddr*>(&address), size), 0);
+    EXPECT_EQ(::listen(socket_.get(), 1), 0);
+    EXPECT_EQ(::getsockname(socket_.get(), reinterpret_cast<sockaddr*>(&address), &size), 0);
+    port_ = ntohs(address.sin6_port);
+  }
+  int port() const { return port_; }
+
+ private:
+  UniqueFd socket_;
+  int port_ = 0;
+};
+
 TEST(Rendezvous, SaysWhenThePortIsTaken) {
+  const TakenPort taken;
+  const RankEnvironment first{.launcher = "test", .rank = 0, .world_size = 2};
+  testing::expect_error([&] { rendezvous("tcp://127.0.0.1:" + std::to_string(taken.port()), first, 2s); },
+                        {"rank 0 of 2", "cannot serve the store", "MASTER_PORT"});
+}
+
+// RPC-5: for groups and for RPC
+TEST(Rendezvous, OneProcessMeetsTwiceAtOnePort) {
   std::string address;
   {
     const PortReservation free;
     address = "tcp://127.0.0.1:" + std::to_string(free.port());
   }
   const RankEnvironment first{.launcher = "test", .rank = 0, .world_size = 2};
-  const auto holder = rendezvous(address, first, 10s);
-  testing::expect_error([&] { rendezvous(address, first, 2s); },
-                        {"rank 0 of 2", "cannot serve the store", "MASTER_PORT"});
+  const auto store = rendezvous(address, first, 10s);
+  store->set("key", "value");
+  EXPECT_EQ(rendezvous(address, first, 10s)->get_to_str("key"), "value");
 }
 
 }  // namespace

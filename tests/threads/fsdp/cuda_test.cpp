@@ -2,8 +2,6 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <cstdlib>
-
 #include "lockstep/comm/values.h"
 #include "lockstep/fsdp/state_dict.h"
 #include "lockstep/testing/delay.h"
@@ -13,30 +11,14 @@
 #include "lockstep/testing/fsdp/transformer.h"
 #include "lockstep/testing/interpose.h"
 #include "tests/support/fsdp_models.h"
+#include "tests/support/on_gpu.h"
 
 namespace lockstep::fsdp_cuda_test {
 
 using namespace fsdp_models;
 
-class FsdpOnGpu : public ::testing::Test {
+class FsdpOnGpu : public testing::OnGpu {
  protected:
-  void SetUp() override {
-    if (gpu_count() == 0) GTEST_SKIP() << "no GPU";
-  }
-
-  /// One rank that has a communicator, although it could do without.
-  static void on_nccl(const testing::RankBody& body) {
-    ::setenv("LOCKSTEP_CONNECT_ALONE", "1", 1);
-    testing::run_threads_in_gtest({.world_size = 1, .backend = "nccl"}, body);
-    ::unsetenv("LOCKSTEP_CONNECT_ALONE");
-  }
-
-  static void on_gpu(const testing::RankBody& body) {
-    testing::run_threads_in_gtest({.world_size = 1, .backend = "nccl"}, body);
-    on_nccl(body);
-    testing::run_threads_in_gtest({.world_size = 2, .backend = "gloo"}, body);
-  }
-
   static FullyShardOptions options_of(const World& world) {
     return {.mesh = DeviceMesh::from_group(world.group(), "cuda"), .force_sharding = true};
   }

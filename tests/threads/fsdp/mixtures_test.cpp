@@ -17,11 +17,11 @@
 #include "lockstep/join/join.h"
 #include "lockstep/optim/clip_grad.h"
 #include "lockstep/optim/grad_scaler.h"
-#include "tests/support/fsdp_models.h"
+#include "tests/support/fsdp_programs.h"
 
 namespace lockstep::fsdp_mixtures_test {
 
-using namespace fsdp_models;
+using namespace fsdp_programs;
 using torch::optim::AdamW;
 using torch::optim::AdamWOptions;
 
@@ -41,49 +41,12 @@ struct ToyImpl : torch::nn::Module {
 };
 TORCH_MODULE(Toy);
 
-at::Tensor tokens(int rank, int step) {
-  auto generator = at::detail::createCPUGenerator(static_cast<uint64_t>(100 * step + rank));
-  return at::randint(12, {4, 2}, generator, at::TensorOptions(at::kLong));
-}
-
 at::Tensor rows(int rank, int step, int64_t width = 8) {
   return random_batch(3, width, static_cast<uint64_t>(100 * step + rank + 1));
 }
 
-/// A program's view of the world it trains in: one process with all data, or a rank.
-struct Trainer {
-  int size;
-  std::optional<int> rank = std::nullopt;
-  std::optional<FsdpUnit> root = std::nullopt;
-
-  /// The mean over ranks of what `loss(rank)` gives: here, or in the reduction.
-  template <class Loss>
-  at::Tensor mean(const Loss& loss) const {
-    if (rank) return loss(*rank);
-    auto total = loss(0);
-    for (int each = 1; each < size; ++each) total = total + loss(each);
-    return total / size;
-  }
-  std::unique_ptr<FsdpNoSync> no_sync() {
-    return root ? std::unique_ptr<FsdpNoSync>(new FsdpNoSync(root->no_sync())) : nullptr;
-  }
-};
-
 at::Tensor toy_loss(Toy& model, const Trainer& trainer, int step) {
   return trainer.mean([&](int rank) { return model->forward(tokens(rank, step)).pow(2).mean(); });
-}
-
-void expect_whole_state(const torch::nn::Module& model, const torch::nn::Module& plain, const std::string& what,
-                        double tolerance) {
-  const auto state = full_state_dict(model);
-  for (const auto& item : plain.named_parameters()) {
-    const auto found = state.find(item.key());
-    ASSERT_TRUE(found != state.end()) << what << " " << item.key();
-    EXPECT_TRUE(at::allclose(found->second, item.value().detach(), tolerance, tolerance))
-        << what << " " << item.key() << "\n"
-        << found->second << "\n"
-        << item.value();
-  }
 }
 
 /// Runs `program(model, trainer)` in one process and sharded by `shard(model, options)`.

@@ -17,11 +17,11 @@
 #include "lockstep/optim/clip_grad.h"
 #include "lockstep/optim/grad_scaler.h"
 #include "lockstep/zero/zero_redundancy_optimizer.h"
-#include "tests/support/fsdp_models.h"
+#include "tests/support/fsdp_programs.h"
 
 namespace lockstep::fsdp_newer_mixtures_test {
 
-using namespace fsdp_models;
+using namespace fsdp_programs;
 using namespace std::chrono_literals;
 using torch::optim::AdamW;
 using torch::optim::AdamWOptions;
@@ -75,33 +75,9 @@ FsdpUnit shard_deep(Deep& model, const FullyShardOptions& options) {
   return fully_shard(model, options);
 }
 
-at::Tensor tokens(int rank, int step) {
-  auto generator = at::detail::createCPUGenerator(static_cast<uint64_t>(100 * step + rank));
-  return at::randint(12, {4, 2}, generator, at::TensorOptions(at::kLong));
-}
-
 at::Tensor rows(int rank, int step, int64_t width = kWidth) {
   return random_batch(3, width, static_cast<uint64_t>(100 * step + rank + 1));
 }
-
-/// A program's view of the world it trains in: one process with all data, or a rank.
-struct Trainer {
-  int size;
-  std::optional<int> rank = std::nullopt;
-  std::optional<FsdpUnit> root = std::nullopt;
-
-  /// The mean over ranks of what `loss(rank)` gives: here, or in the reduction.
-  template <class Loss>
-  at::Tensor mean(const Loss& loss) const {
-    if (rank) return loss(*rank);
-    auto total = loss(0);
-    for (int each = 1; each < size; ++each) total = total + loss(each);
-    return total / size;
-  }
-  std::unique_ptr<FsdpNoSync> no_sync() {
-    return root ? std::unique_ptr<FsdpNoSync>(new FsdpNoSync(root->no_sync())) : nullptr;
-  }
-};
 
 at::Tensor loss_at(Deep& model, const Trainer& trainer, int step) {
   return trainer.mean([&](int rank) { return model->forward(tokens(rank, step)).pow(2).mean(); });
@@ -110,18 +86,6 @@ at::Tensor loss_at(Deep& model, const Trainer& trainer, int step) {
 void evaluate(Deep& model, const Trainer& trainer, int step = 50) {
   const c10::InferenceMode inference;
   loss_at(model, trainer, step);
-}
-
-void expect_whole_state(const torch::nn::Module& model, const torch::nn::Module& plain, const std::string& what,
-                        double tolerance) {
-  const auto state = full_state_dict(model);
-  for (const auto& item : plain.named_parameters()) {
-    const auto found = state.find(item.key());
-    ASSERT_TRUE(found != state.end()) << what << " " << item.key();
-    EXPECT_TRUE(at::allclose(found->second, item.value().detach(), tolerance, tolerance))
-        << what << " " << item.key() << " differs by "
-        << (found->second.numel() > 0 ? (found->second - item.value().detach()).abs().max().item<double>() : 0);
-  }
 }
 
 struct Way {
@@ -937,7 +901,7 @@ at::Tensor late_gradient(const World& world, Deep& model, std::optional<FsdpUnit
                          const Meanwhile& meanwhile) {
   Trainer trainer{.size = world.world_size(), .rank = world.rank()};
   loss_at(model, trainer, 0).backward();
-  auto no_sync = std::unique_ptr<FsdpNoSync>(new FsdpNoSync(root->no_sync()));
+  auto no_sync = std::make_optional(root->no_sync());
   const auto input = at::ones({2, kWidth}).requires_grad_();
   auto hidden = model->run(model->first, input);
   if (world.rank() == late) {

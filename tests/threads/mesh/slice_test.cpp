@@ -157,6 +157,21 @@ LOCKSTEP_THREAD_TEST(MeshFlatten, RefusesANameThatMeansSomethingElse, 8) {
   expect_error([&] { unnamed.flatten("all"); }, {"[lockstep/mesh] ", who, "mesh_dim_names"});
 }
 
+LOCKSTEP_THREAD_TEST(MeshFlatten, AddsAnAxisOfOne, 8) {
+  const auto mesh = make_cube();
+  const auto alone = mesh["dp"].with_axis_of_one("alone");
+  EXPECT_EQ(alone.shape(), (std::vector<int64_t>{2, 1}));
+  EXPECT_EQ(alone.get_group(0), mesh.get_group("dp"));
+  EXPECT_EQ(alone.get_group("alone")->getSize(), 1);
+  EXPECT_EQ(alone.ranks(), mesh["dp"].ranks());
+  EXPECT_EQ(mesh["dp"].with_axis_of_one("alone").get_group("alone"), alone.get_group("alone")) << "made once";
+  EXPECT_EQ(DeviceMesh::concatenate({alone, mesh["tp"]}).shape(), (std::vector<int64_t>{2, 1, 2}));
+  expect_error([&] { mesh["dp"].with_axis_of_one("tp"); }, {"'tp'", "Choose another"});
+  EXPECT_EQ(mesh["tp"].coordinate_of(world.rank() ^ 1), (Ranks{1 - world.rank() % 2}));
+  EXPECT_EQ(mesh["tp"].coordinate_of(7 - world.rank()), (Ranks{1 - world.rank() % 2})) << "in another slice";
+  EXPECT_EQ(mesh["tp"].coordinate_of(8), std::nullopt);
+}
+
 // TP-8: axes side by side, in any order, with the groups they have
 LOCKSTEP_THREAD_TEST(MeshConcatenate, PutsAxesSideBySide, 8) {
   const auto mesh = make_cube();

@@ -5,6 +5,7 @@
 
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/world.h"
+#include "lockstep/shard/gather.h"
 #include "lockstep/shard/layout_of.h"
 #include "lockstep/testing/gtest.h"
 #include "lockstep/testing/recorder.h"
@@ -52,6 +53,39 @@ LOCKSTEP_RANK_TEST(LayoutRanks, PutsPartsTogetherAgain, 4) {
     }
     check_equal(to_string(placements), result, whole);
   }
+}
+
+// TP-56: along one axis or several, whatever the order in which they have cut
+LOCKSTEP_RANK_TEST(LayoutRanks, GathersTheWholeOfSeveralAxes, 6) {
+  const auto mesh = init_device_mesh("cpu", {3, 2}, {.mesh_dim_names = {"dp", "tp"}});
+  const std::vector<Placements> cases = {{Shard(0), Replicate()},        {Replicate(), Shard(1)},
+                                         {Shard(0), Shard(1)},           {Shard(1), Shard(0)},
+                                         {Shard(0), Shard(0)},           {StridedShard(0, 2), Shard(0)},
+                                         {StridedShard(1, 2), Shard(1)}, {RaggedShard(0, {0, 5, 2}), Shard(1)},
+                                         {Replicate(), Replicate()}};
+  for (const auto& sizes : {Sizes{7, 5}, Sizes{7, 1}, Sizes{7, 0}}) {
+    const auto whole = at::arange(sizes[0] * sizes[1], at::kFloat).view(sizes);
+    for (const auto& placements : cases) {
+      const Layout layout(mesh, placements, sizes);
+      check_equal(to_string(placements), gather_whole(layout.cut(whole), layout), whole);
+    }
+  }
+  expect_error([&] { gather_whole(at::ones({2, 2}), Layout(mesh, {Partial(), Shard(0)}, {4, 2})); },
+               {"Partial(sum)", "Reduce them first"});
+}
+
+LOCKSTEP_THREAD_TEST(LayoutRanks, KnowsWhoHoldsTheSame, 4) {
+  const auto mesh = square();
+  const int other = (world.rank() + 2) % 4;  // along dp
+  const int neighbour = world.rank() ^ 1;    // along tp
+  for (const auto& layout : {Layout(mesh["tp"], {Shard(0)}, {4}), Layout(mesh, {Replicate(), Shard(0)}, {4})}) {
+    EXPECT_TRUE(layout.is_same_on({world.rank(), other}));
+    EXPECT_FALSE(layout.is_same_on({world.rank(), neighbour}));
+    EXPECT_FALSE(layout.is_same_on({(other ^ 1)})) << "neither along dp nor along tp";
+    EXPECT_FALSE(layout.is_same_on({17})) << "outside of the root mesh";
+  }
+  EXPECT_TRUE(Layout(mesh["tp"], {Replicate()}, {4}).is_same_on({0, 1, 2, 3}));
+  EXPECT_FALSE(Layout(mesh["tp"], {Partial()}, {4}).is_same_on({0, 1}));
 }
 
 // TP-14: any rank's part is known to every rank, and nothing is sent

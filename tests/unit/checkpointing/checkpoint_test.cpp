@@ -4,7 +4,11 @@
 #include <stdexcept>
 #include <thread>
 
+#include "tests/support/error_text.h"
+
 namespace lockstep::checkpoint_test {
+
+using error_text::error_of;
 
 using ::testing::HasSubstr;
 using ::testing::Not;
@@ -56,18 +60,6 @@ void expect_same(const std::vector<at::Tensor>& some, const std::vector<at::Tens
     if (!some[i].defined()) continue;
     EXPECT_TRUE(some[i].equal(others[i])) << i;
   }
-}
-
-template <class Action>
-std::string error_of(const Action& action) {
-  try {
-    action();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "";
 }
 
 /// Counts saved tensors that autograd keeps alive: those that are still there when forward is over.

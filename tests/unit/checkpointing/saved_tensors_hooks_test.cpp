@@ -1,20 +1,15 @@
 // saved_tensors_hooks() and save_on_cpu(): who decides how autograd keeps what it saves.
+
+#include "tests/support/error_text.h"
+
 namespace lockstep::saved_tensors_hooks_test {
+
+using error_text::error_of;
 
 using ::testing::HasSubstr;
 
 at::Tensor input() {
   return at::arange(4, at::kFloat).requires_grad_();
-}
-
-template <class Action>
-std::string error_of(const Action& action) {
-  try {
-    action();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "";
 }
 
 SavedTensorsScope counting(int& packed, int& unpacked) {

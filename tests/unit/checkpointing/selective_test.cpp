@@ -1,23 +1,16 @@
 // Selective checkpointing: operators whose results are kept do not run again.
 #include "lockstep/intercept/operator_scope.h"
+#include "tests/support/error_text.h"
 
 namespace lockstep::selective_test {
+
+using error_text::error_of;
 
 using ::testing::HasSubstr;
 
 at::Tensor input() {
   torch::manual_seed(2);
   return at::randn({4, 4}).requires_grad_();
-}
-
-template <class Action>
-std::string error_of(const Action& action) {
-  try {
-    action();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "";
 }
 
 /// Counts kernels that really run.

@@ -180,7 +180,7 @@ class Doubled : public RuledTensorImpl {
     set_sizes_contiguous(local.sizes());
     set_storage_access_should_throw();
   }
-  TensorRule& rule() const override { return *rule_; }
+  TensorRule* rule() const override { return rule_.get(); }
 
   const at::Tensor local;
 

@@ -44,6 +44,19 @@ TEST(LayoutOf, GivesWhatWasSet) {
   EXPECT_NE(layout_of(tensor), nullptr);
 }
 
+TEST(LayoutOf, TellsWhatIsGathered) {
+  const auto tensor = carrier();
+  EXPECT_FALSE(has_gathered_layout(tensor)) << "modules compute with it as it is";
+  set_gathered_layout(tensor, layout_for(4));
+  EXPECT_TRUE(has_gathered_layout(tensor));
+  set_layout(tensor, layout_for(4));
+  EXPECT_FALSE(has_gathered_layout(tensor)) << "replaced";
+  set_gathered_layout(tensor, layout_for(4));
+  clear_layout(tensor);
+  EXPECT_FALSE(has_gathered_layout(tensor));
+  EXPECT_FALSE(has_gathered_layout(at::Tensor()));
+}
+
 TEST(LayoutOf, FrozenAndIntegerTensorsCarryOne) {
   const auto frozen = at::ones({2, 3});
   set_layout(frozen, layout_for(4));
