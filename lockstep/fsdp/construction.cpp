@@ -14,6 +14,7 @@
 #include "lockstep/comm/agreement.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/world.h"
+#include "lockstep/fsdp/two_dimensional.h"
 #include "lockstep/fsdp/unit_registry.h"
 #include "lockstep/intercept/deferred_init.h"
 #include "lockstep/nn/module_access.h"
@@ -43,9 +44,11 @@ void apply_strategy(FullyShardOptions& options) {
   if (strategy == ShardingStrategy::kNoShard) {
     TORCH_WARN_ONCE(
         "[lockstep/fsdp] ShardingStrategy::kNoShard divides nothing: DistributedDataParallel does the same with less.");
-    const auto ranks = options.mesh->ranks();
-    options.mesh = DeviceMesh::from_ranks(options.mesh->device_type(), {ranks, {options.mesh->size(), 1}},
-                                          {.mesh_dim_names = {"replicate", "shard"}});
+    const auto& mesh = *options.mesh;
+    const auto& names = mesh.mesh_dim_names();
+    options.mesh = names.empty() ? DeviceMesh::from_ranks(mesh.device_type(), {mesh.ranks(), {mesh.size(), 1}},
+                                                          {.mesh_dim_names = {"replicate", "shard"}})
+                                 : mesh.with_axis_of_one(names.front() + "_alone");
   }
   const bool keeps = strategy == ShardingStrategy::kShardGradOp || strategy == ShardingStrategy::kHybridShardZero2;
   if (keeps) options.reshard_after_forward = false;
@@ -71,7 +74,8 @@ void for_each_state(const Below& below, const FullyShardOptions& options, const 
   for (const auto& [prefix, module] : below.modules) {
     for (const auto& item : module->named_parameters(/*recurse=*/false)) {
       const auto& tensor = item.value();
-      if (!tensor.defined() || layout_of(tensor) || !seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
+      if (!tensor.defined() || has_gathered_layout(tensor) || !seen.insert(tensor.unsafeGetTensorImpl()).second)
+        continue;
       visit(joined_name(prefix, item.key()), tensor, /*is_buffer=*/false);
     }
     for (const auto& item : module->named_buffers(/*recurse=*/false)) {
@@ -152,26 +156,35 @@ void check_parameter(const std::string& name, const at::Tensor& tensor, int rank
 }
 
 /// Rows by rank, where they are not divided by the chunk rule.
-std::vector<int64_t> balanced_rows(const at::Tensor& tensor, const FullyShardOptions& options, int64_t ranks) {
-  if (!options.balance || !options.use_orig_params || tensor.numel() == 0) return {};
-  return options.balance->divide(tensor.size(0), static_cast<int64_t>(tensor.nbytes()) / tensor.size(0), ranks);
+std::vector<int64_t> balanced_rows(const WholeParameter& parameter, const FullyShardOptions& options, int64_t ranks) {
+  const auto& tensor = parameter.tensor;
+  const auto& before = parameter.cut_before;
+  // Of the whole tensor: ranks that hold other parts of the rows, or nothing of them, decide alike.
+  const auto elements = before ? before->numel() : tensor.numel();
+  if (!options.balance || !options.use_orig_params || elements == 0 || is_cut_twice(parameter)) return {};
+  return options.balance->divide(tensor.size(0), elements / tensor.size(0) * static_cast<int64_t>(tensor.itemsize()),
+                                 ranks);
 }
 
 /// Where a parameter is cut.
 std::pair<DeviceMesh, WholeParameter> placed(const std::string& name, const at::Tensor& tensor,
-                                             const FullyShardOptions& options) {
+                                             const FullyShardOptions& options,
+                                             const std::optional<DeviceMesh>& spmd_mesh) {
   const auto asked = options.shard_placement_fn ? options.shard_placement_fn(name, tensor) : std::nullopt;
+  auto mesh = asked ? asked->mesh.value_or(*options.mesh) : *options.mesh;
+  const auto ranks = mesh.size(mesh.ndim() - 1);
+  WholeParameter parameter{.name = name, .tensor = tensor};
+  parameter.cut_before = cut_before(name, tensor, options, spmd_mesh);
   if (!asked) {
-    return {*options.mesh,
-            {name, tensor, 0, balanced_rows(tensor, options, options.mesh->size(options.mesh->ndim() - 1))}};
+    parameter.counts = balanced_rows(parameter, options, ranks);
+    check_cut_before(parameter, mesh, options);
+    return {std::move(mesh), std::move(parameter)};
   }
-  auto mesh = asked->mesh.value_or(*options.mesh);
   check_mesh(mesh);
   const auto who =
       lockstep::str("[lockstep/fsdp] rank ", mesh.get_rank(), ": parameter '", name, "' of sizes ", tensor.sizes());
   const auto dim = asked->dim < 0 ? asked->dim + tensor.dim() : asked->dim;
   TORCH_CHECK(dim >= 0 && dim < tensor.dim(), who, " has no dim ", asked->dim, " to be cut along.");
-  const auto ranks = mesh.size(mesh.ndim() - 1);
   TORCH_CHECK(dim == 0 || tensor.size(dim) % ranks == 0, who, ": dim ", dim, " does not divide evenly by ", ranks,
               " ranks, which only dim 0 need not do.");
   const bool is_other = !(mesh == *options.mesh);
@@ -183,8 +196,10 @@ std::pair<DeviceMesh, WholeParameter> placed(const std::string& name, const at::
                            std::accumulate(rows.begin(), rows.end(), int64_t{0}) == tensor.size(0);
   TORCH_CHECK(rows.empty() || (dim == 0 && is_division), who, ": rows of ", join(rows, " + "), " along dim ", dim,
               " were given, and dim 0 has ", tensor.size(0), " for ", ranks, " ranks. Give a number for each.");
-  auto counts = rows.empty() && dim == 0 && !is_other ? balanced_rows(tensor, options, ranks) : rows;
-  return {std::move(mesh), {name, tensor, dim, std::move(counts)}};
+  parameter.dim = dim;
+  parameter.counts = rows.empty() && dim == 0 && !is_other ? balanced_rows(parameter, options, ranks) : rows;
+  check_cut_before(parameter, mesh, options);
+  return {std::move(mesh), std::move(parameter)};
 }
 
 /// Ranks that cut differently would gather each other's rows.
@@ -253,12 +268,15 @@ void warn_of_views(const std::vector<std::pair<DeviceMesh, WholeParameter>>& par
 }  // namespace
 
 FullyShardOptions completed(FullyShardOptions options, const torch::nn::Module& module) {
+  TORCH_CHECK(options.mesh || !options.dp_mesh_dims,
+              "[lockstep/fsdp] dp_mesh_dims without a mesh. Give the mesh that the parameters are on.");
   if (!options.mesh) {
     const auto parameters = module.parameters();
     auto kind = parameters.empty() || parameters.front().is_meta() ? at::kCPU : parameters.front().device().type();
     if (options.device_id) kind = options.device_id->type();
     options.mesh = DeviceMesh::from_group(default_group(), c10::DeviceTypeName(kind, /*lower_case=*/true));
   }
+  if (options.dp_mesh_dims) options.mesh = data_parallel_mesh(*options.mesh, *options.dp_mesh_dims);
   check_mesh(*options.mesh);
   TORCH_CHECK(options.ignored_params.empty() || options.ignored_modules.empty(),
               "[lockstep/fsdp] both ignored_params and ignored_modules were given: give one of them.");
@@ -320,7 +338,8 @@ void prepare(const Below& below, const FullyShardOptions& options) {
   if (options.sync_module_states) send_states(below, options);
 }
 
-std::vector<std::pair<DeviceMesh, WholeParameter>> parameters_in(const Below& below, const FullyShardOptions& options) {
+std::vector<std::pair<DeviceMesh, WholeParameter>> parameters_in(const Below& below, const FullyShardOptions& options,
+                                                                 const std::optional<DeviceMesh>& spmd_mesh) {
   const auto rank = options.mesh->get_rank();
   std::vector<std::pair<DeviceMesh, WholeParameter>> parameters;
   for_each_state(below, options, [&](const std::string& name, const at::Tensor& tensor, bool is_buffer) {
@@ -331,7 +350,7 @@ std::vector<std::pair<DeviceMesh, WholeParameter>> parameters_in(const Below& be
         !sharer, "[lockstep/fsdp] rank ", rank, ": parameters '", sharer.value_or(""), "' and '", name,
         "' share memory and are two tensors, which would part when they are cut. Make them one: ", "tie_parameter().");
     remember_memory(name, tensor);
-    parameters.push_back(placed(name, tensor, options));
+    parameters.push_back(placed(name, tensor, options, spmd_mesh));
   });
   check_same_placements(parameters, options);
   check_dtypes(parameters, options, rank);

@@ -28,8 +28,10 @@ Below below(const std::vector<std::shared_ptr<torch::nn::Module>>& modules, cons
 /// Gives memory, values and a place to what is on no unit's device yet. Collective with sync_module_states.
 void prepare(const Below& below, const FullyShardOptions& options);
 
-/// Each parameter once, with the mesh it is cut on. Checked: what cannot be cut is refused by name.
-std::vector<std::pair<DeviceMesh, WholeParameter>> parameters_in(const Below& below, const FullyShardOptions& options);
+/// Each parameter once, with the mesh it is cut on. Checked: what cannot be cut is refused by name. `spmd_mesh`: the
+/// one that options with dp_mesh_dims had before they were completed.
+std::vector<std::pair<DeviceMesh, WholeParameter>> parameters_in(const Below& below, const FullyShardOptions& options,
+                                                                 const std::optional<DeviceMesh>& spmd_mesh);
 
 /// Registers shards in the place of the parameters.
 void put_shards(const Below& below, Unit& unit);

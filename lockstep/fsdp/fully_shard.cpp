@@ -51,10 +51,20 @@ void check_order_of_sharding(const std::vector<std::shared_ptr<torch::nn::Module
   for (const auto& module : modules) {
     const auto parameters = module->parameters();
     const bool is_late = std::any_of(parameters.begin(), parameters.end(),
-                                     [](const at::Tensor& parameter) { return layout_of(parameter) != nullptr; });
+                                     [](const at::Tensor& parameter) { return has_gathered_layout(parameter); });
     TORCH_CHECK(!is_late, "[lockstep/fsdp] the parameters of ", module->name(),
                 " are in the unit of a module around it already. Shard inner modules first.");
   }
+}
+
+/// Over the ranks that shard, once more. Collective over the world: all slices of the mesh make theirs at once.
+GroupPtr another_sharding_group(const DeviceMesh& mesh) {
+  RankArray rows{.shape = {0, mesh.size(mesh.ndim() - 1)}};
+  for (const auto& row : tile(mesh.layout().axes().back(), mesh.get_root_mesh().ranks())) {
+    rows.ranks.insert(rows.ranks.end(), row.begin(), row.end());
+    ++rows.shape[0];
+  }
+  return DeviceMesh::from_ranks(mesh.device_type(), rows, {.backend_override = {{1, {}}}}).get_group(1);
 }
 
 void check_root(const detail::Unit& unit, const char* what) {
@@ -74,7 +84,7 @@ FsdpUnit fully_shard(const std::vector<std::shared_ptr<torch::nn::Module>>& modu
                 " was sharded. Shard all modules before the first forward.");
   }
   detail::prepare(below, completed);
-  const auto parameters = detail::parameters_in(below, completed);
+  const auto parameters = detail::parameters_in(below, completed, options.dp_mesh_dims ? options.mesh : std::nullopt);
   check_order_of_sharding(modules, below, parameters.empty());
   const auto between = detail::group_between(completed);
   const auto unit = std::make_shared<detail::Unit>(modules, completed, *completed.mesh);
@@ -247,11 +257,10 @@ void FsdpUnit::register_comm_hook(FsdpCommHook hook) {
 void FsdpUnit::set_separate_reduce_scatter_group() {
   check_root(*unit_, "set_separate_reduce_scatter_group");
   const auto& mesh = unit_->mesh();
-  const auto other = DeviceMesh::from_ranks(mesh.device_type(), {mesh.ranks(), mesh.shape()},
-                                            {.backend_override = {{static_cast<int>(mesh.ndim()) - 1, {}}}});
+  const auto other = another_sharding_group(mesh);
   for (const auto& unit : unit_->tree().units()) {
     if (!(unit->mesh() == mesh) || unit->has_several_meshes()) continue;
-    for (const auto& group : unit->groups()) group->gradients().set_group(other.get_group(other.ndim() - 1));
+    for (const auto& group : unit->groups()) group->gradients().set_group(other);
   }
 }
 

@@ -5,7 +5,6 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/accumulate.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
@@ -15,6 +14,7 @@
 
 #include "lockstep/base/str.h"
 #include "lockstep/comm/collectives.h"
+#include "lockstep/comm/current_stream.h"
 #include "lockstep/fsdp/refused_gradient.h"
 #include "lockstep/intercept/part_mark.h"
 #include "lockstep/nn/gradient_copy.h"
@@ -30,10 +30,6 @@ double factor_before_half(double divisor) {
   double factor = 1;
   while (divisor / factor > factor) factor *= 2;
   return factor;
-}
-
-c10::Stream current_stream(at::Device device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
 at::Tensor grad_of(const WholeHandle& handle) {
@@ -400,7 +396,7 @@ void GradientReduction::hand_out(const Member& member, const at::Tensor& flat) {
   } else {
     grad = part;
   }
-  if (group_->getSize() > 1) mark_part(grad);
+  if (group_->getSize() > 1 || member.cut_before) mark_part(grad);
   if (const auto& after = torch::autograd::impl::post_acc_grad_hooks(shard)) (*after)(shard);
 }
 

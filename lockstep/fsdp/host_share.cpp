@@ -49,10 +49,10 @@ int64_t HostShare::shown_bytes() const {
   return elements_ * static_cast<int64_t>(elementSize(dtype_));
 }
 
-void HostShare::connect() {
+void HostShare::connect(const std::string& unit) {
   const auto item = elementSize(dtype_);
   SharedBlocks::Plan plan{.bytes = static_cast<std::size_t>(shown_bytes()),
-                          .what = str("the parameters of FSDP unit '", unit_, "'")};
+                          .what = str("the parameters of FSDP unit '", unit, "'")};
   for (const auto& part : parts_) {
     plan.contents.emplace_back(str("parameter '", part.name, "'"), part.sizes);
     if (!part.is_mapped) continue;
@@ -72,8 +72,8 @@ void HostShare::connect() {
   }
 }
 
-std::optional<Pending> HostShare::launch(const at::Tensor& source) {
-  if (!blocks_) connect();
+std::optional<Pending> HostShare::launch(const at::Tensor& source, const std::string& unit) {
+  if (!blocks_) connect(unit);
   if (!blocks_) return std::nullopt;
   is_shown_ = true;
   return blocks_->launch_publish(source);

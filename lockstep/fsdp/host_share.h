@@ -29,11 +29,10 @@ class HostShare {
   /// members are fixed; in the flat buffer of `elements`, those that are mapped come first.
   static std::unique_ptr<HostShare> make(const std::vector<Member>& members, int64_t elements, at::ScalarType dtype,
                                          const GroupPtr& group);
-  /// In errors.
-  void set_unit_name(const std::string& name) { unit_ = name; }
 
-  /// Shows `source`, the flat buffer. Nothing on all ranks if it turned out that they cannot. Collective.
-  std::optional<Pending> launch(const at::Tensor& source);
+  /// Shows `source`, the flat buffer of a unit of this name. Nothing on all ranks if it turned out that they cannot.
+  /// Collective.
+  std::optional<Pending> launch(const at::Tensor& source, const std::string& unit);
   /// Whether all ranks show values, of the last launch().
   bool is_shown() const { return is_shown_; }
   /// By member, the parts of all ranks one behind the other. Once what was launched is done.
@@ -45,7 +44,7 @@ class HostShare {
 
  private:
   HostShare(const std::vector<Member>& members, int64_t elements, at::ScalarType dtype, GroupPtr group);
-  void connect();
+  void connect(const std::string& unit);
 
   struct Part {
     std::string name;
@@ -62,7 +61,6 @@ class HostShare {
   std::shared_ptr<SharedBlocks> blocks_;
   std::vector<at::Tensor> mapped_;  // by member; undefined for others
   bool is_shown_ = false;
-  std::string unit_;
 };
 
 }  // namespace lockstep::detail

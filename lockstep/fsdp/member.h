@@ -4,11 +4,13 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "lockstep/fsdp/cut.h"
 #include "lockstep/fsdp/freed_storage.h"
+#include "lockstep/shard/layout.h"
 
 namespace lockstep::detail {
 
@@ -21,6 +23,8 @@ struct WholeParameter {
   at::Tensor tensor;
   int64_t dim = 0;                   // along which it is cut
   std::vector<int64_t> counts = {};  // how many indices each rank has; none: by the chunk rule
+  // What tensor parallelism had cut before: the tensor is this rank's part of it. None: it is all there is.
+  std::optional<Layout> cut_before = std::nullopt;
 };
 
 /// What a module computes with. A flat parameter has many, others one.
@@ -40,7 +44,8 @@ struct Member {
   std::string name;
   Cut cut;
   std::vector<WholeHandle> handles;
-  int64_t offset = 0;  // of its shard in the group's flat buffer
+  std::optional<Layout> cut_before = std::nullopt;  // as of a WholeParameter
+  int64_t offset = 0;                               // of its shard in the group's flat buffer
   at::Tensor shard = {};
   bool is_trainable = true;                   // as the handles were told last
   const void* address = nullptr;              // of the shard there

@@ -86,10 +86,19 @@ struct ShardPlacement {
   std::vector<int64_t> rows = {};
 };
 
+/// Which axes of a mesh are for data, by name; several of one kind are flattened. With replicate alone nothing is
+/// divided.
+struct DataParallelMeshDims {
+  std::vector<std::string> shard = {};
+  std::vector<std::string> replicate = {};
+};
+
 struct FullyShardOptions {
   /// One axis shards; of two, which must have names, the first replicates and the second shards. Unset: one axis over
-  /// the default group.
+  /// the default group. Parameters may be cut by tensor parallelism on another slice of the same mesh (layout_of()).
   std::optional<DeviceMesh> mesh = std::nullopt;
+  /// Given: `mesh` is the one that all parameters are on, with these axes, on which they are Replicate, and others.
+  std::optional<DataParallelMeshDims> dp_mesh_dims = std::nullopt;
   /// Unset: yes, but not those of the root, which backward would gather at once.
   std::optional<ReshardAfterForward> reshard_after_forward = std::nullopt;
   /// With a number in reshard_after_forward: what its neighbours keep serves later forwards as well, until gradients
@@ -100,7 +109,8 @@ struct FullyShardOptions {
   std::function<std::optional<ShardPlacement>(const std::string& name, const at::Tensor& parameter)>
       shard_placement_fn = nullptr;
   /// Divides rows that do not divide evenly by bytes, for parameters for which no rows are given. Unset: the first
-  /// ranks have more. Of no effect on flat parameters, which are cut by element.
+  /// ranks have more. Of no effect on flat parameters, which are cut by element, and on those whose rows tensor
+  /// parallelism has cut.
   std::shared_ptr<ShardBalance> balance = nullptr;
   MixedPrecisionPolicy mp_policy = {};
   std::optional<CPUOffloadPolicy> offload_policy = std::nullopt;

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "lockstep/base/str.h"
+#include "lockstep/fsdp/two_dimensional.h"
 #include "lockstep/intercept/key.h"
 #include "lockstep/intercept/operator_scope.h"
 #include "lockstep/shard/buffer.h"
@@ -38,20 +39,14 @@ GroupPtr replicating_group(const DeviceMesh& mesh) {
   return mesh.ndim() == 2 && mesh.size(0) > 1 ? mesh.get_group(0) : nullptr;
 }
 
-Layout layout_on(const DeviceMesh& mesh, const Cut& cut) {
-  Placements placements(static_cast<std::size_t>(mesh.ndim()), Replicate());
-  placements.back() = Shard(cut.dim());
-  if (cut.is_ragged()) {
-    std::vector<int64_t> counts;
-    for (int64_t rank = 0; rank < cut.ranks(); ++rank) counts.push_back(cut.count(rank));
-    placements.back() = RaggedShard(cut.dim(), std::move(counts));
-  }
-  return {mesh, placements, cut.sizes()};
-}
-
 std::string freed_message(const std::string& name) {
   return str("[lockstep/fsdp] parameter '", name, "' is sharded: its memory is there only while an operator uses it. ",
              "Use it in an operator, or open a summon_full_params() scope.");
+}
+
+bool has_cut_before(const std::vector<WholeParameter>& parameters) {
+  return std::any_of(parameters.begin(), parameters.end(),
+                     [](const auto& each) { return each.cut_before.has_value(); });
 }
 
 /// Parts of the ranks, one behind the other, as the whole tensor.
@@ -110,7 +105,7 @@ ParameterGroup::ParameterGroup(const std::vector<WholeParameter>& parameters, co
       group_(sharding_group(mesh)),
       is_divided_(group_->getSize() > 1 || options.force_sharding),
       device_(parameters.empty() ? at::Device(at::kCPU) : parameters.front().tensor.device()),
-      watch_(std::make_shared<ShardWatch>(group_->getSize() > 1)),
+      watch_(std::make_shared<ShardWatch>(group_->getSize() > 1 || has_cut_before(parameters))),
       gradients_(members_, group_, replicating_group(mesh), options),
       may_share_(options.share_on_host) {
   if (parameters.empty()) return;
@@ -120,8 +115,9 @@ ParameterGroup::ParameterGroup(const std::vector<WholeParameter>& parameters, co
   const bool requires_grad = parameters.front().tensor.requires_grad();
   handle_count_ = parameters.size();
   std::vector<at::Tensor> values;  // of this rank's shards
-  const auto add = [&](const std::string& name, const at::Tensor& whole, const Cut& divided) -> Member& {
-    Member member{.name = name, .cut = divided, .handles = {}};
+  const auto add = [&](const std::string& name, const at::Tensor& whole, const Cut& divided,
+                       const std::optional<Layout>& cut_before) -> Member& {
+    Member member{.name = name, .cut = divided, .handles = {}, .cut_before = cut_before};
     const auto dim = divided.dim();
     values.push_back(whole.narrow(dim, member.cut.begin(rank), member.cut.count(rank)).clone());
     members_.push_back(std::move(member));
@@ -142,7 +138,7 @@ ParameterGroup::ParameterGroup(const std::vector<WholeParameter>& parameters, co
       gradients.push_back(gradient_of(parameter.tensor));
       const auto sizes = parameter.tensor.sizes().vec();
       const auto divided = parameter.counts.empty() ? Cut(sizes, parameter.dim, ranks) : Cut(sizes, parameter.counts);
-      take(add(parameter.name, parameter.tensor.detach(), divided), parameter, 0);
+      take(add(parameter.name, parameter.tensor.detach(), divided, parameter.cut_before), parameter, 0);
     }
   } else {
     std::vector<at::Tensor> rows;
@@ -150,7 +146,7 @@ ParameterGroup::ParameterGroup(const std::vector<WholeParameter>& parameters, co
     gradients.push_back(flat_gradient(parameters));
     int64_t elements = 0;
     for (const auto& row : rows) elements += row.numel();
-    auto& flat = add(kFlatName, at::cat(rows), Cut({elements}, 0, ranks));
+    auto& flat = add(kFlatName, at::cat(rows), Cut({elements}, 0, ranks), std::nullopt);
     rows.clear();
     trainable.push_back(requires_grad);
     int64_t offset = 0;
@@ -187,7 +183,6 @@ void ParameterGroup::set_unit_name(const std::string& name) {
   unit_ = name;
   gather_label_ = CallLabel{.text = interned(str("gather of FSDP unit '", name, "'")), .is_compared = true};
   gradients_.set_unit_name(name);
-  if (share_) share_->set_unit_name(name);
 }
 
 void ParameterGroup::set_all_gather(std::shared_ptr<AllGatherComm> comm) {
@@ -206,9 +201,7 @@ void ParameterGroup::set_group_between(GroupPtr group) {
 /// Makes room for all shards. Their values are not moved.
 void ParameterGroup::rebuild(const at::TensorOptions& options) {
   // Full precision, which is for evaluations, is not shared.
-  const bool is_full_precision = std::exchange(is_full_precision_, false);
-  const auto dtype = gathered_dtype(c10::typeMetaToScalarType(options.dtype()));
-  is_full_precision_ = is_full_precision;
+  const auto dtype = policy_dtype(c10::typeMetaToScalarType(options.dtype()));
   int64_t elements = 0;
   // Those that are mapped come first, so that all of them begin at a page.
   for (const bool wants_mapped : {true, false}) {
@@ -221,7 +214,6 @@ void ParameterGroup::rebuild(const at::TensorOptions& options) {
   make_room(options, elements);
   const bool shares = may_share_ && is_divided_ && device_.is_cpu();
   share_ = shares ? HostShare::make(members_, elements, dtype, group_) : nullptr;
-  if (share_) share_->set_unit_name(unit_);
 }
 
 void ParameterGroup::make_room(const at::TensorOptions& options, int64_t elements) {
@@ -245,10 +237,23 @@ void ParameterGroup::cut(Member& member, const at::Tensor& value) {
     member.shard.set_data(place);
   } else {
     member.shard = place;
-    set_layout(place, layout_on(mesh_, member.cut));
+    const auto division = division_of(member);
+    set_gathered_layout(place, member.cut_before ? combined(division, *member.cut_before) : division);
   }
   member.address = member.shard.unsafeGetTensorImpl()->data();
   member.storage = shards_.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
+
+Layout ParameterGroup::division_of(const Member& member) const {
+  const auto& cut = member.cut;
+  Placements placements(static_cast<std::size_t>(mesh_.ndim()), Replicate());
+  placements.back() = Shard(cut.dim());
+  if (cut.is_ragged()) {
+    std::vector<int64_t> counts;
+    for (int64_t rank = 0; rank < cut.ranks(); ++rank) counts.push_back(cut.count(rank));
+    placements.back() = RaggedShard(cut.dim(), std::move(counts));
+  }
+  return {mesh_, placements, cut.sizes()};
 }
 
 void ParameterGroup::check_taken_back(const Member& member) const {
@@ -292,9 +297,13 @@ void ParameterGroup::take_back_shards() {
   }
 }
 
-at::ScalarType ParameterGroup::gathered_dtype(at::ScalarType dtype) const {
+at::ScalarType ParameterGroup::policy_dtype(at::ScalarType dtype) const {
   const auto& policy = options_.mp_policy;
-  return policy.param_dtype && at::isFloatingType(dtype) && !is_full_precision_ ? *policy.param_dtype : dtype;
+  return policy.param_dtype && at::isFloatingType(dtype) ? *policy.param_dtype : dtype;
+}
+
+at::ScalarType ParameterGroup::gathered_dtype(at::ScalarType dtype) const {
+  return is_full_precision_ ? dtype : policy_dtype(dtype);
 }
 
 void ParameterGroup::set_full_precision(bool is_full_precision) {
@@ -324,7 +333,7 @@ bool ParameterGroup::launch_on_host(Pass pass, bool for_backward) {
   if (!share_ || is_full_precision_) return false;
   if (!for_backward || !share_->is_shown()) {
     const LabelScope label(gather_label_);
-    auto pending = share_->launch(gather_source(pass));
+    auto pending = share_->launch(gather_source(pass), unit_);
     if (!pending) share_.reset();
     if (!pending) return false;
     gather_ = std::move(*pending);

@@ -41,6 +41,8 @@ class ParameterGroup {
   const DeviceMesh& mesh() const { return mesh_; }
   at::Device device() const { return device_; }
   int64_t ranks() const { return group_->getSize(); }
+  /// How the members' ranks divide what a module computes with; a shard's layout has what was cut before as well.
+  Layout division_of(const Member& member) const;
   GradientReduction& gradients() { return gradients_; }
   /// In errors and events.
   void set_unit_name(const std::string& name);
@@ -90,6 +92,8 @@ class ParameterGroup {
   void launch_gather_between();
   /// False if ranks do not share a host.
   bool launch_on_host(Pass pass, bool for_backward);
+  /// Of whole parameters, by the policy and as they are gathered now.
+  at::ScalarType policy_dtype(at::ScalarType dtype) const;
   at::ScalarType gathered_dtype(at::ScalarType dtype) const;
 
   const FullyShardOptions options_;

@@ -22,7 +22,7 @@ int64_t unwrapped_elements_of(const torch::nn::Module& module) {
   std::unordered_set<const void*> seen;
   for (const auto& parameter : module.parameters()) {
     const bool is_new = seen.insert(parameter.unsafeGetTensorImpl()).second;
-    if (is_new && !layout_of(parameter)) elements += parameter.numel();
+    if (is_new && !has_gathered_layout(parameter)) elements += parameter.numel();
   }
   return elements;
 }

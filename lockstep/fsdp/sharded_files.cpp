@@ -4,11 +4,14 @@
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
+#include <functional>
 #include <random>
 
 #include "lockstep/base/str.h"
 #include "lockstep/comm/objects.h"
+#include "lockstep/comm/turn.h"
 #include "lockstep/shard/gather.h"
+#include "lockstep/shard/layout_of.h"
 
 namespace lockstep {
 namespace {
@@ -27,22 +30,65 @@ std::string first_problem(const DeviceMesh& mesh, std::string problem) {
   return problem;
 }
 
-void save(const torch::nn::Module& module, const torch::optim::Optimizer* optimizer, const std::string& path) {
-  const auto mesh = largest_mesh(module.parameters());
+/// This rank's file. Returns what went wrong.
+std::string write_shard(const torch::nn::Module& module, const torch::optim::Optimizer* optimizer,
+                        const std::string& path, const std::optional<DeviceMesh>& mesh) {
   const auto id = str(std::random_device()(), ".", std::random_device()());
-  StateShard shard{.save = mesh ? broadcast_over(*mesh, id) : id,
-                   .parts = mesh ? static_cast<int>(mesh->size()) : 1,
-                   .model = sharded_state_dict(module)};
-  std::string problem;
+  StateShard shard{.save = mesh ? broadcast_over(*mesh, id) : id, .parts = mesh ? static_cast<int>(mesh->size()) : 1};
   try {
+    shard.model = sharded_state_dict(module);
     if (optimizer != nullptr) shard.optimizer = sharded_optimizer_state_dict(module, *optimizer);
     const auto& ranks = mesh ? mesh->ranks() : std::vector<int>{0};
     const auto place = mesh ? std::find(ranks.begin(), ranks.end(), mesh->get_rank()) - ranks.begin() : 0;
     save_state_shard(shard_path(path, place), shard);
   } catch (const c10::Error& error) {
-    problem = error.what_without_backtrace();
+    return error.what_without_backtrace();
   }
-  if (mesh) problem = first_problem(*mesh, problem);
+  return "";
+}
+
+/// What is saved but for its values, by which slices of a mesh that hold the same are known.
+std::string names_of(const torch::nn::Module& module) {
+  std::string names;
+  for (const auto& each : module.named_parameters()) {
+    const auto layout = layout_of(each.value());
+    names += str(each.key(), "[", layout ? join(layout->sizes(), ",") : join(each.value().sizes().vec(), ","), "] ");
+  }
+  return names;
+}
+
+/// Of slices of a mesh that all save the same, as replicas of a tensor-parallel module do, one writes, and the others
+/// hear of it. Returns what went wrong.
+std::string save_in_one_slice(const torch::nn::Module& module, const std::string& path, const DeviceMesh& mesh,
+                              const std::function<std::string()>& write) {
+  const bool leads = mesh.get_rank() == mesh.ranks().front();
+  std::optional<Turn> turn;
+  if (leads) turn.emplace("save_sharded(" + path + ")", mesh.ranks().front());
+  const bool is_first = broadcast_over(mesh, leads && turn->is_first() ? "first" : "") == "first";
+  const auto saved = "saved " + names_of(module);
+  if (is_first) {
+    const auto problem = first_problem(mesh, write());
+    if (leads) turn->tell(problem.empty() ? saved : problem);
+    return problem;
+  }
+  const auto told = broadcast_over(mesh, leads ? turn->told() : "");
+  if (told == saved) return "";
+  if (!told.starts_with("saved ")) return told;
+  return str("another slice of ", mesh.get_root_mesh(), " has saved other parameters to ", path,
+             ". Slices that hold different ones need paths of their own.");
+}
+
+void save(const torch::nn::Module& module, const torch::optim::Optimizer* optimizer, const std::string& path) {
+  const auto mesh = largest_mesh(module.parameters());
+  const auto write = [&] { return write_shard(module, optimizer, path, mesh); };
+  std::string problem;
+  if (!mesh) {
+    problem = write();
+  } else if (mesh->get_root_mesh().size() > mesh->size()) {
+    problem = save_in_one_slice(module, path, *mesh, write);
+  } else {
+    problem = first_problem(*mesh, write());
+  }
   TORCH_CHECK(problem.empty(), "[lockstep/fsdp] state was not saved: ", problem);
 }
 

@@ -2,6 +2,9 @@
 //
 //   lockstep::save_sharded(*model, optimizer, "run/step100");   // run/step100.shard0, …
 //   lockstep::load_sharded(*model, optimizer, "run/step100");   // each rank takes its rows
+//
+// All ranks that the parameters' layouts name take part: with tensor parallelism alone those of one slice. Of replicas
+// of it that save to one path one slice writes, whichever comes first, and the others wait for it.
 #pragma once
 
 #include <string>

@@ -17,7 +17,6 @@
 #include "lockstep/intercept/operator_scope.h"
 #include "lockstep/nn/module_access.h"
 #include "lockstep/shard/gather.h"
-#include "lockstep/shard/layout_of.h"
 
 namespace lockstep {
 namespace {
@@ -33,7 +32,7 @@ struct SummonedHandle {
 struct Summoned {
   std::string name;
   at::Tensor shard;
-  std::shared_ptr<const Layout> layout;
+  Layout layout;             // of what modules compute with
   at::Tensor values = {};    // of the whole parameter
   at::Tensor gradient = {};  // undefined if not asked for, or if there is none
   std::vector<SummonedHandle> handles = {};
@@ -110,12 +109,12 @@ class Summon {
       for (const auto& group : unit->groups()) {
         for (const auto& member : group->members()) {
           check_gradients(*unit, member);
-          parameters_.push_back({.name = member.name, .shard = member.shard, .layout = layout_of(member.shard)});
+          parameters_.push_back({.name = member.name, .shard = member.shard, .layout = group->division_of(member)});
           gradients += member.shard.grad().defined() ? 'y' : 'n';
         }
       }
       if (options_.with_grads && parameters_.size() > first) {
-        const auto& mesh = parameters_[first].layout->mesh();
+        const auto& mesh = parameters_[first].layout.mesh();
         check_same_on_all_ranks(str("which gradients FSDP unit '", unit->name(), "' has"), gradients,
                                 mesh.get_group(mesh.ndim() - 1));
       }
@@ -136,10 +135,10 @@ class Summon {
   }
 
   void gather(Summoned& each, const Member& member) const {
-    auto values = gather_whole(each.shard, *each.layout);
+    auto values = gather_whole(each.shard, each.layout);
     at::Tensor gradient;
-    if (options_.with_grads && each.shard.grad().defined()) gradient = gather_whole(each.shard.grad(), *each.layout);
-    const auto& mesh = each.layout->mesh();
+    if (options_.with_grads && each.shard.grad().defined()) gradient = gather_whole(each.shard.grad(), each.layout);
+    const auto& mesh = each.layout.mesh();
     if (options_.rank0_only && mesh.get_rank() != mesh.ranks().front()) return;
     each.values = options_.offload_to_cpu ? values.cpu() : values;
     each.gradient = gradient;
@@ -238,7 +237,7 @@ class Summon {
         }
       }
       if (!options_.writeback) continue;
-      keep_part(each.shard.detach(), *each.layout, values, each.name);
+      keep_part(each.shard.detach(), each.layout, values, each.name);
       if (options_.with_grads) keep_gradient(each, gradient);
     }
   }
@@ -248,9 +247,9 @@ class Summon {
     if (!whole.defined()) {
       gradient.reset();
     } else if (gradient.defined()) {
-      keep_part(gradient, *each.layout, whole, each.name + ".grad");
+      keep_part(gradient, each.layout, whole, each.name + ".grad");
     } else {
-      gradient = each.layout->cut(whole).clone();
+      gradient = each.layout.cut(whole).clone();
     }
   }
 

@@ -99,6 +99,19 @@ bool Unit::has_several_meshes() const {
   return std::any_of(groups_.begin(), groups_.end(), [&](const auto& group) { return !(group->mesh() == mesh_); });
 }
 
+std::vector<GroupPtr> Unit::groups_before() const {
+  std::vector<GroupPtr> found;
+  for (const auto& group : groups_) {
+    for (const auto& member : group->members()) {
+      if (!member.cut_before) continue;
+      for (const auto& each : member.cut_before->mesh().get_all_groups()) {
+        if (std::find(found.begin(), found.end(), each) == found.end()) found.push_back(each);
+      }
+    }
+  }
+  return found;
+}
+
 void Unit::before_operator(OperatorCall& call, c10::ArrayRef<TouchedTensor> touched) {
   cast_inputs(call);
   tree_->begin_operator(*this, call, touched);

@@ -71,6 +71,8 @@ class Unit final : public StorageOwner, public std::enable_shared_from_this<Unit
   /// In forward order. Empty for a unit without parameters.
   const std::vector<std::unique_ptr<ParameterGroup>>& groups() const { return groups_; }
   bool has_several_meshes() const;
+  /// Those along which tensor parallelism has cut its parameters, each once.
+  std::vector<GroupPtr> groups_before() const;
   /// In registration order; none if parameters are not flat.
   const std::vector<FlatName>& flat_names() const { return flat_names_; }
   void set_flat_names(std::vector<FlatName> names) { flat_names_ = std::move(names); }

@@ -2,7 +2,6 @@
 
 #include <ATen/ops/full.h>
 #include <c10/core/GradMode.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/nn/module.h>
@@ -15,10 +14,12 @@
 #include "lockstep/base/env.h"
 #include "lockstep/base/str.h"
 #include "lockstep/comm/collectives.h"
+#include "lockstep/comm/current_stream.h"
 #include "lockstep/comm/failure_notice.h"
 #include "lockstep/comm/objects.h"
 #include "lockstep/fsdp/unit_registry.h"
 #include "lockstep/intercept/operator_call.h"
+#include "lockstep/nn/gradient_access.h"
 #include "lockstep/nn/module_tensors.h"
 #include "lockstep/nn/saved_tensors.h"
 #include "lockstep/shard/layout_of.h"
@@ -51,7 +52,8 @@ bool is_harmless(const std::string& operator_name) {
   return operator_name == "aten::requires_grad_" || operator_name == "aten::retain_grad";
 }
 
-/// What this rank refuses by itself is told to the others, who would wait for it.
+/// What this rank refuses by itself is told to the others, who would wait for it: those that shard, and those that hold
+/// other parts of what tensor parallelism cut.
 template <class Action>
 void or_refuse(const Unit& unit, const Action& action) {
   try {
@@ -60,6 +62,7 @@ void or_refuse(const Unit& unit, const Action& action) {
     throw;
   } catch (...) {
     announce_refusal(unit.mesh().get_group(unit.mesh().ndim() - 1), std::current_exception());
+    for (const auto& group : unit.groups_before()) announce_refusal(group, std::current_exception());
     throw;
   }
 }
@@ -201,6 +204,10 @@ void UnitTree::begin_operator(Unit& unit, const OperatorCall& call, c10::ArrayRe
   check_access(unit, call, touched);
   TORCH_CHECK(unit.module_count() == 1 || !unit.is_root(), unit.who(),
               " is of several modules, which needs a root: ", "call fully_shard() for the module that holds them.");
+  const bool is_in_context = is_recorded ? is_in_autograd_context() : is_context_backward();
+  TORCH_CHECK(!is_in_context, unit.who(), " is in a context of distributed autograd, where gradients are not in .grad ",
+              "and nobody would divide and average them. Run its forward and backward outside of the context, or wrap ",
+              "this module by DistributedDataParallel.");
   // What Join throws at the beginning of a step it throws on all ranks, which go on with the group.
   if (listener_ != nullptr) enter_pass(is_recorded);
   or_refuse(unit, [&] { touch(unit, is_recorded); });
@@ -284,7 +291,7 @@ void UnitTree::launch_gather(Unit& unit) {
   if (unit.is_summoned_) return;
   if (!is_order_known_ && is_debugging()) check_order(unit);
   if (const auto event = std::exchange(post_optim_event_, std::nullopt)) {
-    event->block(c10::impl::VirtualGuardImpl(event->device_type()).getStream(event->device()));
+    event->block(current_stream(event->device()));
   }
   follow_precision(unit);
   const bool for_backward = pass_ == Pass::kBackward && unit.is_used_;
@@ -661,7 +668,8 @@ void UnitTree::check_registered() const {
   }
   for (const auto& item : module->named_parameters()) {
     const auto& parameter = item.value();
-    if (!parameter.grad().defined() || layout_of(parameter) || known.contains(parameter.unsafeGetTensorImpl()))
+    if (!parameter.grad().defined() || has_gathered_layout(parameter) ||
+        known.contains(parameter.unsafeGetTensorImpl()))
       continue;
     or_refuse(*root, [&] {
       TORCH_CHECK(false, root->who(), ": parameter '", item.key(), "' was registered after fully_shard(), and has a ",
