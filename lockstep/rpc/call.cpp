@@ -1,0 +1,126 @@
+#include "lockstep/rpc/call.h"
+
+#include <ATen/record_function.h>
+#include <torch/csrc/distributed/autograd/utils.h>
+#include <torch/csrc/distributed/rpc/rref_context.h>
+#include <torch/csrc/distributed/rpc/script_call.h>
+#include <torch/csrc/distributed/rpc/script_remote_call.h>
+#include <torch/csrc/distributed/rpc/utils.h>
+
+#include "lockstep/rpc/remote_error.h"
+#include "lockstep/rpc/session.h"
+#include "lockstep/rpc/switched_agent.h"
+#include "lockstep/rpc/wire_names.h"
+
+namespace lockstep::rpc {
+
+namespace trpc = torch::distributed::rpc;
+
+Callee Callee::within(std::chrono::duration<float> limit) const {
+  TORCH_CHECK(limit.count() >= 0, "[lockstep/rpc] a call cannot be given ", limit.count(),
+              " seconds. Zero is no limit.");
+  auto copy = *this;
+  copy.timeout_seconds_ = limit.count();
+  return copy;
+}
+
+const WorkerInfo& Callee::info() const {
+  const auto agent = detail::current_agent("a call");
+  try {
+    if (const auto* rank = std::get_if<int>(&worker_)) {
+      TORCH_CHECK(std::in_range<trpc::worker_id_t>(*rank));
+      return agent->getWorkerInfo(static_cast<trpc::worker_id_t>(*rank));
+    }
+    return agent->getWorkerInfo(std::get<std::string>(worker_));
+  } catch (const c10::Error&) {
+    const auto who = std::visit([](const auto& each) { return str("'", each, "'"); }, worker_);
+    TORCH_CHECK(false, "[lockstep/rpc] there is no worker ", who, ". There are ", detail::known_workers(), ".");
+  }
+}
+
+namespace detail {
+namespace {
+
+using torch::distributed::autograd::sendMessageWithAutograd;
+
+c10::intrusive_ptr<trpc::Message> message_of(const std::string& function, std::vector<c10::IValue> arguments) {
+  arguments.insert(arguments.begin(), c10::IValue(function));
+  const trpc::JitRRefPickleGuard rrefs_may_travel;
+  return trpc::ScriptCall(call_name(), std::move(arguments)).toMessage();
+}
+
+FuturePtr send(const WorkerInfo& to, c10::intrusive_ptr<trpc::Message> message, float timeout) {
+  const auto agent = current_agent("a call");
+  // Within a context every call carries its id, also without tensors: its result may need gradients.
+  return sendMessageWithAutograd(*agent, to, std::move(message), /*forceGradRecording=*/true, timeout,
+                                 /*forceDisableProfiling=*/true);
+}
+
+/// The range that a profiler shows.
+std::string range_name(const char* kind, const std::string& function, const WorkerInfo& to) {
+  return str(kind, "#", function, "(", current_agent("a call")->getWorkerInfo().name_, " -> ", to.name_, ")");
+}
+
+c10::IValue value_of(c10::ivalue::Future& answer, const std::string& worker, const std::string& function) {
+  if (answer.hasError()) throw translate(answer.exception_ptr(), worker, function);
+  try {
+    return trpc::deserializeRespToIValue(*answer.constValue().toCustomClass<trpc::Message>());
+  } catch (...) {
+    throw translate(std::current_exception(), worker, function);
+  }
+}
+
+}  // namespace
+
+FuturePtr call(const Callee& to, const std::string& function, std::vector<c10::IValue> arguments) {
+  const auto& worker = to.info();
+  RECORD_USER_SCOPE(at::hasCallbacks() ? range_name("rpc_async", function, worker) : std::string());
+  auto answer = send(worker, message_of(function, std::move(arguments)), to.timeout_seconds());
+  auto value = answer->then(
+      [worker = worker.name_, function](c10::ivalue::Future& done) { return value_of(done, worker, function); },
+      c10::AnyType::get());
+  remember_for_wait_all(value);
+  return value;
+}
+
+c10::IValue call_and_wait(const Callee& to, const std::string& function, std::vector<c10::IValue> arguments) {
+  const auto& worker = to.info();
+  RECORD_USER_SCOPE(at::hasCallbacks() ? range_name("rpc_sync", function, worker) : std::string());
+  const auto answer = send(worker, message_of(function, std::move(arguments)), to.timeout_seconds());
+  switched_agent()->wait(*answer);
+  return value_of(*answer, worker.name_, function);
+}
+
+RRefPtr call_remote(const Callee& to, const std::string& function, std::vector<c10::IValue> arguments) {
+  const auto& worker = to.info();
+  RECORD_USER_SCOPE(at::hasCallbacks() ? range_name("remote", function, worker) : std::string());
+  auto& context = trpc::RRefContext::getInstance();
+  arguments.insert(arguments.begin(), c10::IValue(function));
+  const auto message_for = [&](const trpc::RRefId& id, const trpc::ForkId& fork) {
+    const trpc::JitRRefPickleGuard rrefs_may_travel;
+    return trpc::ScriptRemoteCall(call_name(), std::move(arguments), id, fork, /*isAsyncExecution=*/false).toMessage();
+  };
+  if (worker.id_ == context.getWorkerId()) {
+    auto owned = context.createOwnerRRef(c10::AnyType::get());
+    context.addSelfAsFork(owned);  // until the call has run
+    auto answer = send(worker, message_for(owned->rrefId(), owned->rrefId()), to.timeout_seconds());
+    owned->registerOwnerCreationFuture(answer);
+    answer->addCallback(
+        [id = owned->rrefId()](c10::ivalue::Future& done) { trpc::callback::finishCreatingOwnerRRef(done, id); });
+    return owned;
+  }
+  auto user = context.createUserRRef(worker.id_, c10::AnyType::get());
+  auto answer = send(worker, message_for(user->rrefId(), user->forkId()), to.timeout_seconds());
+  user->registerOwnerCreationFuture(answer);
+  context.addPendingUser(user->forkId(), user);
+  answer->addCallback(
+      [fork = user->forkId()](c10::ivalue::Future& done) { trpc::callback::confirmPendingUser(done, fork); });
+  return user;
+}
+
+void refuse_unregistered(const std::string& what, const std::string& remedy) {
+  TORCH_CHECK(false, "[lockstep/rpc] ", what, " is not registered here. Register it with ", remedy, ".");
+}
+
+}  // namespace detail
+}  // namespace lockstep::rpc

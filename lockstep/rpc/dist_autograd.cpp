@@ -1,0 +1,94 @@
+#include "lockstep/rpc/dist_autograd.h"
+
+#include <torch/csrc/distributed/autograd/context/container.h>
+#include <torch/csrc/distributed/autograd/engine/dist_engine.h>
+
+#include <future>
+#include <thread>
+
+#include "lockstep/base/str.h"
+#include "lockstep/rpc/context_scope.h"
+#include "lockstep/rpc/remote_error.h"
+#include "lockstep/rpc/session.h"
+
+namespace lockstep::dist_autograd {
+
+namespace tautograd = torch::distributed::autograd;
+using rpc::detail::current_agent;
+
+namespace {
+
+tautograd::ContextPtr context_of(std::int64_t id) {
+  current_agent("distributed autograd");
+  auto& container = tautograd::DistAutogradContainer::getInstance();
+  try {
+    return container.retrieveContext(id);
+  } catch (const c10::Error&) {
+    TORCH_CHECK(false, "[lockstep/rpc] there is no distributed autograd context ", id, " on worker '",
+                current_agent("")->getWorkerInfo().name_, "': its scope has ended, or nothing of it came here.");
+  }
+}
+
+void check_roots(const std::vector<at::Tensor>& roots) {
+  TORCH_CHECK(!roots.empty(), "[lockstep/rpc] backward: there are no roots. Give at least one loss.");
+  for (std::size_t i = 0; i < roots.size(); ++i) {
+    const auto& root = roots[i];
+    TORCH_CHECK(root.defined() && root.requires_grad(), "[lockstep/rpc] backward: root ", i, " requires no gradient.");
+    TORCH_CHECK(root.numel() == 1, "[lockstep/rpc] backward: root ", i, " has ", root.numel(),
+                " elements; a root is a scalar.");
+    TORCH_CHECK(root.grad_fn(), "[lockstep/rpc] backward: root ", i,
+                " is a leaf: nothing was computed from it that a backward could go through.");
+  }
+}
+
+std::string names_of_workers(const tautograd::ContextPtr& context) {
+  std::vector<std::string> names;
+  const auto agent = current_agent("distributed autograd");
+  for (const auto id : context->getKnownWorkerIds()) names.push_back(str("'", agent->getWorkerInfo(id).name_, "'"));
+  return join(names, ", ");
+}
+
+}  // namespace
+
+Context::Context() {
+  const auto agent = current_agent("a distributed autograd context");
+  const auto current = rpc::detail::current_context_id();
+  TORCH_CHECK(current == -1, "[lockstep/rpc] this thread works for distributed autograd context ", current,
+              " already: contexts do not nest.");
+  id_ = tautograd::DistAutogradContainer::getInstance().newContext()->contextId();
+}
+
+Context::~Context() {
+  try {
+    tautograd::DistAutogradContainer::getInstance().releaseContext(id_);
+  } catch (const std::exception& error) {
+    TORCH_WARN("[lockstep/rpc] context ", id_, " could not be released everywhere: ", error.what());
+  }
+}
+
+void backward(std::int64_t context_id, const std::vector<at::Tensor>& roots, const BackwardOptions& options) {
+  const auto context = context_of(context_id);
+  check_roots(roots);
+  auto& engine = tautograd::DistEngine::getInstance();
+  if (!options.timeout) {
+    engine.execute(context_id, roots, options.retain_graph);
+    return;
+  }
+  // libtorch's engine waits without an end. Another thread does; after a timeout it stays there with the context, and
+  // ends when the gradients come after all.
+  std::packaged_task<void()> pass([&engine, context_id, roots, retain_graph = options.retain_graph] {
+    engine.execute(context_id, roots, retain_graph);
+  });
+  auto result = pass.get_future();
+  std::thread(std::move(pass)).detach();
+  TORCH_CHECK(result.wait_for(*options.timeout) == std::future_status::ready, "[lockstep/rpc] backward of context ",
+              context_id, " did not end within ", options.timeout->count(), " ms. It waits for gradients from worker ",
+              names_of_workers(context), ". Does every result of a call in this context contribute to a root?");
+  result.get();
+}
+
+c10::Dict<at::Tensor, at::Tensor> get_gradients(std::int64_t context_id) {
+  return context_of(context_id)->getGradients();
+}
+
+}  // namespace lockstep::dist_autograd

@@ -1,0 +1,34 @@
+#include "lockstep/rpc/tensorpipe.h"
+
+#include <torch/csrc/distributed/rpc/tensorpipe_agent.h>
+
+namespace lockstep::rpc::detail {
+
+namespace trpc = torch::distributed::rpc;
+
+namespace {
+
+trpc::TensorPipeRpcBackendOptions tensorpipe_options(const RpcOptions& options, std::vector<c10::Device> devices) {
+  return {options.num_worker_threads, options.transports,  options.channels,  options.rpc_timeout.count(),
+          options.init_method,        options.device_maps, std::move(devices)};
+}
+
+}  // namespace
+
+bool has_tensorpipe() {
+  return true;
+}
+
+void check_tensorpipe_options(const RpcOptions& options) {
+  tensorpipe_options(options, {});
+}
+
+std::shared_ptr<trpc::RpcAgent> make_tensorpipe_agent(const AgentRequest& request,
+                                                      std::unique_ptr<trpc::RequestCallback> callback) {
+  return std::make_shared<trpc::TensorPipeAgent>(request.store, request.name,
+                                                 static_cast<trpc::worker_id_t>(request.rank), request.world_size,
+                                                 tensorpipe_options(request.options, request.devices),
+                                                 request.reverse_device_maps, request.devices, std::move(callback));
+}
+
+}  // namespace lockstep::rpc::detail
