@@ -147,6 +147,13 @@ class Combinations::Search {
   void cover(const Combination& combination) {
     for (const auto key : keys_of(combination)) left_.erase(key);
   }
+  /// Whether some `strength` values of `begun` are not in `seen`, to which they are added; always if it has fewer.
+  bool is_new(const Combination& begun, std::set<std::uint64_t>& seen) const {
+    const auto keys = keys_of(begun);
+    const auto before = seen.size();
+    seen.insert(keys.begin(), keys.end());
+    return keys.empty() || seen.size() > before;
+  }
   /// The best of some tries to give `begun` values for its open axes, so that no rule but `allowed` is about it. Empty
   /// if there is none.
   Combination fill(const Combination& begun, const Rule* allowed) {
@@ -259,7 +266,9 @@ std::vector<Combination> Combinations::covering(int strength, std::uint64_t seed
       }
       refusals = std::move(longer);
     }
+    std::set<std::uint64_t> seen;
     for (const auto& refusal : refusals) {
+      if (!search.is_new(begun_with(refusal), seen)) continue;
       const auto found = search.fill(begun_with(refusal), &rules_[i]);
       if (!found.empty()) result.push_back(found);
     }

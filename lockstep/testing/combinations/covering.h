@@ -44,8 +44,8 @@ class Combinations {
   Combinations(std::vector<Axis> axes, std::vector<Rule> rules);
 
   /// Combinations that hold every `strength` values of different axes that are possible together, in one of them that
-  /// no rule is about; and every refusal, if possible in one that no other rule is about. Refuses a strength that is
-  /// not from 1 to the number of axes.
+  /// no rule is about; and every refusal with every `strength` of the values it names, if possible in one that no other
+  /// rule is about. Refuses a strength that is not from 1 to the number of axes.
   std::vector<Combination> covering(int strength, std::uint64_t seed = 1) const;
   /// Of all `strength` values of different axes, those that are possible together and in no combination of `list` that
   /// no rule is about: "way=elements, world=2".

@@ -252,6 +252,17 @@ const std::vector<ModelKind>& model_kinds() {
   return kinds;
 }
 
+ParallelPlan plan_of(const Net& net) {
+  const auto children = net.named_children();
+  const ColwiseParallel whole_output({.output_layouts = Replicate()});
+  if (children.contains("middle")) {
+    return {{"first", ColwiseParallel()}, {"middle", RowwiseParallel()}, {"last", whole_output}};
+  }
+  ParallelPlan plan = {{"first", whole_output}, {"last", RowwiseParallel({.input_layouts = Replicate()})}};
+  if (children.contains("left")) plan.insert(plan.end(), {{"left", whole_output}, {"right", whole_output}});
+  return plan;
+}
+
 std::vector<AnyNet> make_nets(const ModelKind& kind, uint64_t seed) {
   auto nets = kind.make();
   auto generator = at::detail::createCPUGenerator(seed);

@@ -13,6 +13,7 @@
 
 #include "lockstep/ddp/ddp_base.h"
 #include "lockstep/fsdp/fully_shard.h"
+#include "lockstep/tp/parallelize_module.h"
 
 namespace lockstep::testing::combinations {
 
@@ -37,12 +38,12 @@ struct Net : torch::nn::Module {
 /// The module's forward, its output made one tensor. `choice` is for kinds with branches.
 using Forward = std::function<at::Tensor(const at::Tensor& input, int64_t choice)>;
 
-/// What makes ranks train together: a DistributedDataParallel, or units of fully_shard().
+/// What makes ranks train together: a DistributedDataParallel, units of fully_shard(), or layers that are divided.
 struct AnyDdp {
   std::shared_ptr<torch::nn::Module> wrapper = nullptr;
-  DdpBase* base = nullptr;                      // null for units
-  std::optional<FsdpUnit> root = std::nullopt;  // none for a wrapper
-  GroupPtr group = nullptr;
+  DdpBase* base = nullptr;                      // of a wrapper
+  std::optional<FsdpUnit> root = std::nullopt;  // of units
+  GroupPtr group = nullptr;                     // of ranks with different batches
   Forward forward = nullptr;
 };
 
@@ -66,6 +67,9 @@ struct ModelKind {
 };
 
 const std::vector<ModelKind>& model_kinds();
+
+/// How its layers are divided.
+ParallelPlan plan_of(const Net& net);
 
 /// The nets of a kind with weights drawn from the seed.
 std::vector<AnyNet> make_nets(const ModelKind& kind, uint64_t seed);

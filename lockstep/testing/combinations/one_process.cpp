@@ -21,7 +21,7 @@ class OneProcess : public Trainer {
     return std::move(result_);
   }
 
-  void backward(const at::Tensor& loss) override { (loss / program_.world_size).backward(); }
+  void backward(const at::Tensor& loss) override { (loss / program_.data_ranks).backward(); }
   void weighted_backward(const at::Tensor& loss) override {
     const auto total = total_over_ranks([&](int rank) { return weight_of(rank); });
     (loss * (weight_of(rank_) / total)).backward();
@@ -46,7 +46,7 @@ class OneProcess : public Trainer {
   const Forward& forward_of(const Part& part) const override { return part.model.forward; }
   bool has_step(int /*step*/) const override { return true; }
   void play_ranks() override {
-    for (rank_ = 0; rank_ < program_.world_size; ++rank_) {
+    for (rank_ = 0; rank_ < program_.data_ranks; ++rank_) {
       if (has_inputs(rank_, step_)) play_rank();
     }
   }
@@ -69,7 +69,7 @@ class OneProcess : public Trainer {
 
   double total_over_ranks(const std::function<double(int rank)>& value_of) const {
     double total = 0;
-    for (int rank = 0; rank < program_.world_size; ++rank) {
+    for (int rank = 0; rank < program_.data_ranks; ++rank) {
       if (has_inputs(rank, step_)) total += value_of(rank);
     }
     return total;

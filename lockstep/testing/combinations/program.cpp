@@ -28,15 +28,23 @@ std::string indented(const std::string& text, int spaces) {
 
 /// As C++, to be read.
 std::string text_of(const Program& program) {
-  const auto& [kind, way, wrapper, loop, event, has_uneven_inputs, zeroes_module, world_size] = program;
-  std::string text =
-      str("auto net = std::make_shared<", kind.type, ">();  // rank of ", world_size, "; see models.cpp\n");
+  const auto& [kind, way, wrapper, loop, event, has_uneven_inputs, zeroes_module, data_ranks] = program;
+  std::string text = str("auto net = std::make_shared<", kind.type, ">();  // rank of ", data_ranks * wrapper.tp_size,
+                         "; see models.cpp\n");
   if (kind.name == "two models") text += "// and a Generator the same way, with the loop of libtorch's DCGAN\n";
-  text += wrapper.is_sharded
-              ? str("for (auto& child : net->children()) fully_shard(*child, {", wrapper.options,
-                    "});  // but not those with tied parameters\nauto root = fully_shard(net, {", wrapper.options,
-                    "}); auto& ddp = *net;\n")
-              : str("DistributedDataParallel ddp(net, group, {", wrapper.options, "});\n", indented(wrapper.text, 0));
+  const std::string group = wrapper.tp_size > 1 ? "mesh.get_group(\"dp\")" : "group";
+  const std::string mesh = wrapper.tp_size > 1 ? ".mesh = mesh[\"dp\"]" : "";
+  if (wrapper.tp_size > 1) {
+    text += str("auto mesh = init_device_mesh(\"cpu\", {", data_ranks, ", ", wrapper.tp_size,
+                "}, {.mesh_dim_names = {\"dp\", \"tp\"}});\n",
+                "parallelize_module(net, mesh[\"tp\"], plan_of(*net));  // see models.cpp\n");
+  }
+  text += wrapper.is_bare      ? "auto& ddp = *net;\n"
+          : wrapper.is_sharded ? str("for (auto& child : net->children()) fully_shard(*child, {", mesh, wrapper.options,
+                                     "});  // but not those with tied parameters\nauto root = fully_shard(net, {", mesh,
+                                     wrapper.options, "}); auto& ddp = *net;\n")
+                               : str("DistributedDataParallel ddp(net, ", group, ", {", wrapper.options, "});\n",
+                                     indented(wrapper.text, 0));
   text += str("const auto sgd = SGDOptions(0.1)", kind.is_sparse ? "" : ".momentum(0.9).weight_decay(0.01)", ";\n");
   text += way.text + "\nfor (int epoch = 0; epoch < 2; ++epoch) {\n";
   const auto joinables = way.name == "plain" || way.overlap ? "{&ddp}" : "{&ddp, &optimizer}";
@@ -83,7 +91,8 @@ const Combinations& programs() {
 }
 
 int world_size_of(const Combination& combination) {
-  return std::stoi(programs().value(combination, "world"));
+  const auto program = program_of(combination);
+  return program.data_ranks * program.wrapper.tp_size;
 }
 
 Program program_of(const Combination& combination) {
@@ -94,7 +103,7 @@ Program program_of(const Combination& combination) {
           .event = events()[combination[4]],
           .has_uneven_inputs = combination[5] == 1,
           .zeroes_module = combination[6] == 1,
-          .world_size = world_size_of(combination)};
+          .data_ranks = std::stoi(programs().value(combination, "world"))};
 }
 
 std::string description_of(const Combination& combination) {

@@ -54,7 +54,11 @@ struct Wrapper {
   std::function<void(const AnyDdp& ddp)> after = [](const AnyDdp&) {};
   /// Units of fully_shard() in place of a wrapper.
   bool is_sharded = false;
+  /// None of either: ranks have the same batch.
+  bool is_bare = false;
   bool reshards_after_forward = true;
+  /// On how many ranks each layer is divided. Those have the same batch.
+  int tp_size = 1;
   /// How far parameters may be from those of one process, relative to 1 and to themselves.
   double tolerance = 2e-5;
 };
@@ -92,12 +96,14 @@ struct Program {
   const Event& event;
   bool has_uneven_inputs = false;
   bool zeroes_module = false;
-  int world_size = 1;
+  /// That have batches of their own.
+  int data_ranks = 1;
 };
 
 /// All programs, with the library's refusals as rules.
 const Combinations& programs();
 Program program_of(const Combination& combination);
+/// The axis "world" says how many ranks have batches of their own; layers may be divided among several for each.
 int world_size_of(const Combination& combination);
 /// How to run it again, and its text.
 std::string description_of(const Combination& combination);

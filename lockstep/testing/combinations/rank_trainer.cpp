@@ -38,7 +38,9 @@ class RankTrainer : public Trainer {
  public:
   RankTrainer(const Program& program, const World& world, std::vector<Snapshot> expected, bool compares)
       : Trainer(program), world_(world), expected_(std::move(expected)), compares_(compares) {
-    rank_ = world.rank();
+    const auto tp_size = program.wrapper.tp_size;
+    rank_ = world.rank() / tp_size;
+    if (tp_size > 1) mesh_ = init_device_mesh("cpu", {program.data_ranks, tp_size}, {.mesh_dim_names = {"dp", "tp"}});
   }
 
   void run() {
@@ -59,6 +61,7 @@ class RankTrainer : public Trainer {
   void backward(const at::Tensor& loss) override { loss.backward(); }
   void weighted_backward(const at::Tensor& loss) override {
     auto& ddp = part().ddp;
+    if (program_.wrapper.is_bare) return backward(loss);
     ddp.root ? ddp.root->backward(loss, weight_of(rank_)) : ddp.base->backward(loss, weight_of(rank_));
   }
   void penalize_weights() override { weight_penalty().backward(); }
@@ -68,7 +71,7 @@ class RankTrainer : public Trainer {
     for (auto& each : parts_) {
       if (each.ddp.root) {
         of_units.emplace_back(new FsdpNoSync(each.ddp.root->no_sync()));
-      } else {
+      } else if (each.ddp.base != nullptr) {
         guards.push_back(std::make_unique<NoSyncGuard>(each.ddp.base->engine()));
       }
     }
@@ -81,8 +84,13 @@ class RankTrainer : public Trainer {
 
  protected:
   void wrap(Part& part) override {
+    if (mesh_) divide_layers(part);
+    if (program_.wrapper.is_bare) {
+      part.ddp = {.group = data_group(), .forward = part.model.forward};
+      return;
+    }
     if (program_.wrapper.is_sharded) return shard(part);
-    DdpOptions options{.process_group = world_.group(), .bucket_cap_mb = kSmallBuckets};
+    DdpOptions options{.process_group = data_group(), .bucket_cap_mb = kSmallBuckets};
     program_.wrapper.set(options, *part.model.net);
     if (program_.way.overlap) {
       // Else its first steps update nothing.
@@ -110,8 +118,8 @@ class RankTrainer : public Trainer {
   std::string saved(const AnyOptimizer& optimizer) override {
     if (optimizer.zero == nullptr) return saved_optimizer(*optimizer.optimizer);
     optimizer.zero->consolidate_state_dict(0);
-    const auto mine = world_.rank() == 0 ? saved_optimizer(*optimizer.optimizer) : "";
-    return broadcast_object(mine, 0, world_.group());
+    const auto mine = rank_ == 0 ? saved_optimizer(*optimizer.optimizer) : "";
+    return broadcast_object(mine, 0, data_group());
   }
   const Forward& forward_of(const Part& part) const override { return part.ddp.forward; }
   bool has_step(int step) const override { return has_inputs(rank_, step); }
@@ -122,6 +130,9 @@ class RankTrainer : public Trainer {
   bool counts_buffers() const override { return rank_ == leader(); }
 
  private:
+  /// The ranks with batches of their own.
+  GroupPtr data_group() const { return mesh_ ? mesh_->get_group("dp") : world_.group(); }
+  void divide_layers(Part& part);
   void shard(Part& part);
   void fail_once(Fault fault);
   void compare(int step);
@@ -131,19 +142,29 @@ class RankTrainer : public Trainer {
   const World& world_;
   const std::vector<Snapshot> expected_;
   const bool compares_;
+  std::optional<DeviceMesh> mesh_;  // if layers are divided
   Snapshot completed_;
   bool has_run_out_ = false;  // of inputs, in a Join scope
   std::vector<std::string> hashes_ = std::vector<std::string>(kSteps);
 };
 
+void RankTrainer::divide_layers(Part& part) {
+  auto& net = *part.model.net;
+  const auto parameters = net.parameters();
+  const bool is_divided = std::any_of(parameters.begin(), parameters.end(),
+                                      [](const at::Tensor& each) { return layout_of(each) != nullptr; });
+  // What stands around layers may be made anew.
+  if (!is_divided || program_.wrapper.is_bare) parallelize_module(net, (*mesh_)["tp"], plan_of(net));
+}
+
 void RankTrainer::shard(Part& part) {
   auto& net = *part.model.net;
   if (!unit_of(net)) {  // else it is refused, with its parameters as they are
     const at::NoGradGuard no_grad;
-    for (auto& each : net.parameters()) broadcast(each, 0, world_.group());
-    for (auto& each : net.buffers()) broadcast(each, 0, world_.group());
+    for (auto& each : net.parameters()) broadcast(each, 0, data_group());
+    for (auto& each : net.buffers()) broadcast(each, 0, data_group());
   }
-  const FullyShardOptions options{.mesh = DeviceMesh::from_group(world_.group(), "cpu"),
+  const FullyShardOptions options{.mesh = mesh_ ? (*mesh_)["dp"] : DeviceMesh::from_group(world_.group(), "cpu"),
                                   .reshard_after_forward = program_.wrapper.reshards_after_forward};
   // A parameter is in one unit, also if it has two names.
   std::map<const void*, int> names;
@@ -154,7 +175,7 @@ void RankTrainer::shard(Part& part) {
                                      [&](const at::Tensor& each) { return names[each.unsafeGetTensorImpl()] == 1; });
     if (is_unit && !unit_of(*child)) fully_shard(*child, options);
   }
-  part.ddp = {.root = fully_shard(net, options), .group = world_.group(), .forward = part.model.forward};
+  part.ddp = {.root = fully_shard(net, options), .group = data_group(), .forward = part.model.forward};
 }
 
 void RankTrainer::fail_once(Fault fault) {
@@ -235,7 +256,7 @@ void RankTrainer::compare(int step) {
 void RankTrainer::check_replicas() const {
   std::string mine;
   for (const auto& hash : hashes_) mine += hash + ";";
-  const auto all = all_gather_object(mine, world_.group());
+  const auto all = all_gather_object(mine, data_group());
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
     std::istringstream others(all[rank]);
     std::string other;
@@ -251,7 +272,7 @@ void RankTrainer::check_replicas() const {
 void check_equals_plain(const Program& program, const World& world, const std::vector<std::string>& hashes) {
   const Program plain{program.kind,          ways().front(),    program.wrapper,
                       program.loop,          program.event,     program.has_uneven_inputs,
-                      program.zeroes_module, program.world_size};
+                      program.zeroes_module, program.data_ranks};
   RankTrainer trainer(plain, world, train_in_one_process(plain), /*compares=*/true);
   trainer.run();
   for (std::size_t step = 0; step < hashes.size(); ++step) {
@@ -275,9 +296,9 @@ std::string judged(const std::vector<const Rule*>& refusals, const std::string& 
 
 void run_program(const World& world, const Combination& combination) {
   const auto program = program_of(combination);
-  if (world.world_size() != program.world_size) {
-    throw CheckFailure(str("the program is one for ", program.world_size, " ranks, and this world has ",
-                           world.world_size(), ". Say \"world=", world.world_size(),
+  if (const auto size = world_size_of(combination); world.world_size() != size) {
+    throw CheckFailure(str("the program is one for ", size, " ranks, and this world has ", world.world_size(),
+                           ". Say \"world=", world.world_size() / program.wrapper.tp_size,
                            "\" in it, or run it on as many ranks as it says."));
   }
   const auto rules = programs().rules_of(combination);

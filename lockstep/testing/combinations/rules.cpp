@@ -11,14 +11,15 @@ constexpr const char* kFreeWays = "way=plain|replicated|parameters|bucket views|
 constexpr const char* kDividedWays = "way=parameters|bucket views|elements|gradients";
 constexpr const char* kUndelayed =
     "wrapper=default|find_unused_parameters|static_graph|gradient_as_bucket_view|per_parameter|mixed_precision|"
-    "allreduce_hook|bf16_compress_hook";
+    "allreduce_hook|bf16_compress_hook|ddp+tp";
 /// Not one backward for one forward.
 constexpr const char* kOtherForwards =
     "loop=several forwards|forward for the log|no_sync after synced|module throws|loss throws|backward throws";
 constexpr const char* kUnpenalized =
     "loop=simple|accumulate|accumulate synced|several forwards|forward for the log|evaluation between|weighted|"
     "gradient penalty|module throws|loss throws|backward throws|skipped step|no_sync after synced";
-constexpr const char* kSharded = "wrapper=fully_shard|fully_shard kept";
+constexpr const char* kSharded = "wrapper=fully_shard|fully_shard kept|fsdp+tp";
+constexpr const char* kDivided = "wrapper=tp|ddp+tp|fsdp+tp";
 constexpr const char* kMismatch = "All ranks must make the same calls in the same order";
 
 }  // namespace
@@ -27,7 +28,8 @@ std::vector<Rule> program_rules() {
   return {
       // Unused parameters must be asked for. The error comes with the next forward, as Python's does.
       {.when = {"model=branches by step|branches by rank",
-                "wrapper=default|gradient_as_bucket_view|mixed_precision|allreduce_hook|bf16_compress_hook|delayed"},
+                "wrapper=default|gradient_as_bucket_view|mixed_precision|allreduce_hook|bf16_compress_hook|delayed|"
+                "ddp+tp"},
        .text = "[lockstep/",
        .is_late = true},
       {.when = {"model=branches by step", "wrapper=static_graph"}, .text = "static_graph", .is_late = true},
@@ -36,7 +38,8 @@ std::vector<Rule> program_rules() {
       // Frozen parameters are unused ones; those that are trainable now are in no bucket.
       {.when =
            {kFreeWays, "event=freeze",
-            "wrapper=default|static_graph|gradient_as_bucket_view|mixed_precision|allreduce_hook|bf16_compress_hook"},
+            "wrapper=default|static_graph|gradient_as_bucket_view|mixed_precision|allreduce_hook|bf16_compress_hook|"
+            "ddp+tp"},
        .text = "[lockstep/ddp]",
        .is_late = true},
       {.when = {"event=unfreeze", "world=2|3", kUndelayed}, .text = "after it was wrapped"},
@@ -130,6 +133,19 @@ std::vector<Rule> program_rules() {
       {.when = {kSharded, "model=shared storage"}, .text = "share memory"},
       // Ranks gather different units at a time.
       {.when = {kSharded, "model=branches by rank", "world=2|3"}, .text = kMismatch},
+
+      // Divided layers (docs/tensor-parallel.md).
+      {.when = {kDivided, "model=complex"}, .text = "it has no layers that a style knows", .kind = kSenseless},
+      {.when = {"wrapper=tp|ddp+tp", "model=shared storage"}, .text = "share memory"},
+      {.when = {"wrapper=tp", "way=replicated|parameters|bucket views|elements"}, .text = "is a shard already"},
+      {.when = {"wrapper=ddp+tp", "way=replicated|parameters|bucket views|elements|gradients|overlap|interleaved"},
+       .text = "is a shard already"},
+      {.when = {"wrapper=tp", "world=2|3"}, .text = "its ranks have one batch", .kind = kSenseless},
+      {.when = {"wrapper=tp", "inputs=uneven"}, .text = "there is nothing to join", .kind = kSenseless},
+      {.when = {"wrapper=tp", "way=gradients|overlap|interleaved"},
+       .text = "these live in DDP's buckets",
+       .kind = kSenseless},
+      {.when = {"wrapper=tp", "event=wrap again|unfreeze and wrap again"}, .text = "is divided among ranks already"},
 
       // Ways to reduce.
       {.when = {"wrapper=per_parameter", "loop=weighted"}, .text = "a weighted backward needs buckets"},

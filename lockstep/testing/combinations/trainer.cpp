@@ -64,7 +64,7 @@ void Trainer::train() {
 }
 
 bool Trainer::has_inputs(int rank, int step) const {
-  if (!program_.has_uneven_inputs || rank == program_.world_size - 1) return true;
+  if (!program_.has_uneven_inputs || rank == program_.data_ranks - 1) return true;
   // Rank 0 has one batch in each epoch, the others miss the last one of the first.
   return rank == 0 ? step == 0 || step == kSecondEpoch : step != kSecondEpoch - 1;
 }
@@ -212,8 +212,11 @@ void Trainer::resume(Part& part, const AnyNet& fresh) {
   const auto model_file = saved_model(part.model);
   const auto optimizer_file = saved(part.optimizer);
   part = {.model = fresh, .first = part.first};
-  load(part.model, model_file);
+  // Files of layers that are divided hold parts.
+  const bool are_parts = program_.wrapper.tp_size > 1;
+  if (!are_parts) load(part.model, model_file);
   wrap(part);
+  if (are_parts) load(part.model, model_file);
   make_optimizer(part);
   load(*part.optimizer.optimizer, optimizer_file);
 }

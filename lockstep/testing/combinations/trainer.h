@@ -103,7 +103,7 @@ class Trainer {
 
   bool has_inputs(int rank, int step) const;
   /// The one whose buffers the others take.
-  int leader() const { return program_.has_uneven_inputs ? program_.world_size - 1 : 0; }
+  int leader() const { return program_.has_uneven_inputs ? program_.data_ranks - 1 : 0; }
   double weight_of(int rank) const { return rank + 1; }
 
   const Program& program_;

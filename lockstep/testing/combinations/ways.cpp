@@ -1,4 +1,4 @@
-// The axes "way" (what updates parameters) and "wrapper" (options of DistributedDataParallel).
+// The axes "way" (what updates parameters) and "wrapper" (options of DistributedDataParallel, or what is in its place).
 #include <torch/optim/sgd.h>
 
 #include "lockstep/ddp/default_hooks.h"
@@ -118,6 +118,9 @@ const std::vector<Wrapper>& wrappers() {
        .options = ".reshard_after_forward = false",
        .is_sharded = true,
        .reshards_after_forward = false},
+      {.name = "tp", .options = "", .is_bare = true, .tp_size = 2},
+      {.name = "ddp+tp", .options = "", .tp_size = 2},
+      {.name = "fsdp+tp", .options = "", .is_sharded = true, .tp_size = 2},
   };
   return all;
 }

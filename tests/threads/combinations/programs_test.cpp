@@ -46,7 +46,9 @@ TEST(Combinations, ThatFailedOnceTrain) {
         "model=plain, wrapper=fully_shard kept, loop=forward for the log, event=load, world=3",
         "model=plain, wrapper=fully_shard kept, loop=evaluation between, event=to, world=3",
         "model=plain, wrapper=fully_shard, loop=weighted, inputs=uneven, world=2",
-        "model=sparse, wrapper=mixed_precision, inputs=uneven, world=2"}) {
+        "model=sparse, wrapper=mixed_precision, inputs=uneven, world=2",
+        "model=shared storage, wrapper=delayed, loop=backward throws, world=2",
+        "model=branches by step, wrapper=fsdp+tp, event=unfreeze, world=2"}) {
     const auto report = run(programs().parse(text));
     EXPECT_TRUE(report.has_passed()) << text << "\n" << report.describe();
   }
