@@ -10,6 +10,10 @@ namespace {
 
 constexpr int kAttempts = 2;
 
+// Empty where CMake found no Python with torch.
+const std::string kPython = LOCKSTEP_BENCH_PYTHON;
+const std::string kLauncher = LOCKSTEP_BENCH_RUN;
+
 struct Attempt {
   std::vector<std::string> lines = {};
   bool has_delivered = false;
@@ -45,6 +49,18 @@ std::optional<std::vector<std::string>> figures_of_peer(const std::string& peer,
   std::printf("no rows for %s here: it failed %d times, at last with: %s\n", peer.c_str(), kAttempts, problem.c_str());
   std::fflush(stdout);
   return std::nullopt;
+}
+
+bool has_python() {
+  return !kPython.empty();
+}
+
+std::vector<std::string> python_ranks(int world_size, const std::string& script,
+                                      const std::vector<std::string>& arguments) {
+  std::vector<std::string> argv = {kLauncher, "-n",  std::to_string(world_size), "--no-prefix", "--", kPython,
+                                   "-B",      script};
+  argv.insert(argv.end(), arguments.begin(), arguments.end());
+  return argv;
 }
 
 }  // namespace lockstep::bench

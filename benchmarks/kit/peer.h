@@ -20,4 +20,11 @@ inline constexpr std::string_view kDelivered = "delivered";
 std::optional<std::vector<std::string>> figures_of_peer(const std::string& peer, const std::vector<std::string>& argv,
                                                         const OnLine& on_line = {});
 
+/// Whether CMake found a Python with torch.
+bool has_python();
+
+/// The command that runs `script` by that Python, once per rank.
+std::vector<std::string> python_ranks(int world_size, const std::string& script,
+                                      const std::vector<std::string>& arguments);
+
 }  // namespace lockstep::bench

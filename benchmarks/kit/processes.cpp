@@ -1,6 +1,7 @@
 #include "benchmarks/kit/processes.h"
 
 #include <chrono>
+#include <csignal>
 #include <cstdlib>
 #include <memory>
 #include <stdexcept>
@@ -22,15 +23,18 @@ std::string own_program() {
   return path.get();
 }
 
-void run(std::vector<RankSpec> ranks, const OnLine& on_line) {
+void run(std::vector<RankSpec> ranks, const OnLine& on_line, const RunOptions& run_options = {}) {
   JobOptions options;
   options.ranks = std::move(ranks);
   options.timeout = kTimeout;
   options.on_line = [&](int rank, OutputStream stream, std::string_view line) {
-    if (rank == 0 && stream == OutputStream::kStdout) on_line(line);
+    if (rank == run_options.speaker && stream == OutputStream::kStdout) on_line(line);
+  };
+  options.is_failure = [&](const ExitStatus& status) {
+    return !status.ok() && !(run_options.may_be_killed && status.signal == SIGKILL);
   };
   const auto result = Job(options).run();
-  if (result.ok()) return;
+  if (!result.first_failed && !result.timed_out) return;
   const auto& failed = result.at(result.first_failed.value_or(0));
   throw std::runtime_error(str(join(options.ranks[0].argv, " "), ": rank ", failed.rank,
                                result.timed_out ? " did not end in time" : " failed", ", ", failed.status.describe(),
@@ -39,7 +43,8 @@ void run(std::vector<RankSpec> ranks, const OnLine& on_line) {
 
 }  // namespace
 
-void run_ranks(int world_size, const std::vector<std::string>& arguments, const OnLine& on_line) {
+void run_ranks(int world_size, const std::vector<std::string>& arguments, const OnLine& on_line,
+               const RunOptions& options) {
   const PortReservation port;
   const LaunchLayout layout{.ranks_per_node = world_size, .master_port = port.port()};
   const auto omp_threads = omp_threads_per_rank(env("OMP_NUM_THREADS").has_value(), world_size, available_cores());
@@ -51,7 +56,7 @@ void run_ranks(int world_size, const std::vector<std::string>& arguments, const 
     if (omp_threads) spec.environment["OMP_NUM_THREADS"] = std::to_string(*omp_threads);
     ranks.push_back(std::move(spec));
   }
-  run(std::move(ranks), on_line);
+  run(std::move(ranks), on_line, options);
 }
 
 void run_program(const std::vector<std::string>& argv, const OnLine& on_line) {

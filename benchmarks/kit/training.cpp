@@ -3,7 +3,6 @@
 #include <c10/util/Exception.h>
 
 #include <CLI/CLI.hpp>
-#include <algorithm>
 #include <cstdio>
 #include <sstream>
 
@@ -16,13 +15,9 @@
 namespace lockstep::bench {
 namespace {
 
-// Empty where CMake found no Python with torch.
-const std::string kPython = LOCKSTEP_BENCH_PYTHON;
-const std::string kLauncher = LOCKSTEP_BENCH_RUN;
-
 struct Plan {
-  std::vector<std::string> models = {"mlp", "300-layers", "gpt"};
-  std::vector<int> worlds = {1, 2, 4};
+  std::vector<std::string> models = {};
+  std::vector<int> worlds = {};
   int rounds = 5;
   double seconds = 1.5;
   int64_t width = 32;
@@ -66,9 +61,7 @@ class Runner {
   using Lines = std::map<std::pair<std::string, std::string>, Samples>;  // by what and contender
 
   Lines alone(const std::string& name) {
-    const auto& names = benchmark_.contenders;
-    if (std::find(names.begin(), names.end(), name) != names.end()) return in_cpp({name}, 0);
-    return in_python({name}, 0);
+    return name.starts_with("python-") ? in_python({name}, 0) : in_cpp({name}, 0);
   }
 
   Lines in_cpp(const std::vector<std::string>& contenders, double seconds) const {
@@ -82,11 +75,9 @@ class Runner {
   /// Nothing without Python, and once it has failed in this case.
   Lines in_python(const std::vector<std::string>& contenders, double seconds) {
     if (!plan_.has_python || has_given_up_) return {};
-    std::vector<std::string> argv = {kLauncher, "-n", std::to_string(world_), "--no-prefix", "--",
-                                     kPython,   "-B", benchmark_.python_peer};
-    const auto arguments = arguments_for(contenders, seconds);
-    argv.insert(argv.end(), arguments.begin(), arguments.end());
-    const auto figures = figures_of_peer(str("Python in case ", model_, " world ", world_), argv);
+    const auto figures =
+        figures_of_peer(str("Python in case ", model_, " world ", world_),
+                        python_ranks(world_, benchmark_.python_peer, arguments_for(contenders, seconds)));
     has_given_up_ = !figures;
     Lines lines;
     for (const auto& line : figures.value_or(std::vector<std::string>())) take(lines, line);
@@ -117,7 +108,7 @@ class Runner {
 void run(const TrainingBenchmark& benchmark, Plan plan, const std::string& output) {
   std::printf("%s on %s; medians and interquartile ranges of %d rounds\n", benchmark.name.c_str(),
               describe_machine().c_str(), plan.rounds);
-  if (plan.has_python && kPython.empty()) {
+  if (plan.has_python && !has_python()) {
     std::printf("no rows for Python: no Python with torch was found\n");
     plan.has_python = false;
   }
@@ -132,7 +123,7 @@ void run(const TrainingBenchmark& benchmark, Plan plan, const std::string& outpu
 }  // namespace
 
 int training_main(int argc, char** argv, const TrainingBenchmark& benchmark) {
-  Plan plan;
+  Plan plan{.models = benchmark.models, .worlds = benchmark.worlds};
   RankPlan rank;
   std::string output;
   bool without_python = false;
@@ -140,9 +131,9 @@ int training_main(int argc, char** argv, const TrainingBenchmark& benchmark) {
   bool is_rank = false;
   CLI::App app(benchmark.description);
   app.add_option("--output", output, "write the rows to this file, as JSON");
-  auto* models = app.add_option("--models", plan.models, "of mlp, 300-layers, gpt")
+  auto* models = app.add_option("--models", plan.models, "of " + join(benchmark.models, ", "))
                      ->delimiter(',')
-                     ->check(CLI::IsMember({"mlp", "300-layers", "gpt"}));
+                     ->check(CLI::IsMember(benchmark.models));
   auto* worlds = app.add_option("--worlds", plan.worlds, "numbers of ranks")->delimiter(',')->check(CLI::Range(1, 64));
   auto* rounds = app.add_option("--rounds", plan.rounds, "how often the peers take turns")->check(CLI::Range(1, 100));
   app.add_option("--width", plan.width, "of the 300 layers");
@@ -155,7 +146,7 @@ int training_main(int argc, char** argv, const TrainingBenchmark& benchmark) {
   CLI11_PARSE(app, argc, argv);
 
   if (is_quick) {
-    if (models->empty()) plan.models = {"300-layers"};
+    if (models->empty()) plan.models = {benchmark.quick_model};
     if (worlds->empty()) plan.worlds = {2};
     if (rounds->empty()) plan.rounds = 1;
     plan.seconds = 0;

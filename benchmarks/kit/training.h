@@ -21,9 +21,12 @@ using AddRows = std::function<void(Report& report, const std::string& model, int
 struct TrainingBenchmark {
   std::string name;
   std::string description;
+  std::vector<std::string> models = {"mlp", "300-layers", "gpt"};
+  std::string quick_model = "300-layers";
+  std::vector<int> worlds = {1, 2, 4};
   std::vector<std::string> contenders = {};
   std::vector<std::string> python_contenders = {};
-  /// Of both, those whose memory is measured, each in processes of its own.
+  /// Those whose memory is measured, each in processes of its own: Python's if the name begins with "python-".
   std::vector<std::string> alone = {};
   std::string python_peer;  // the script
   MakeContender make;

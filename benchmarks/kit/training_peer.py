@@ -90,9 +90,12 @@ def proc_bytes(file, field):
         return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":")), 0)
 
 
+def counted_by_others():
+    return proc_bytes("status", "RssShmem") - proc_bytes("smaps_rollup", "Pss_Shmem")
+
+
 def peak_bytes():
-    counted_by_others = proc_bytes("status", "RssShmem") - proc_bytes("smaps_rollup", "Pss_Shmem")
-    return proc_bytes("status", "VmHWM") - counted_by_others
+    return proc_bytes("status", "VmHWM") - counted_by_others()
 
 
 def forget_peak():
@@ -101,6 +104,14 @@ def forget_peak():
             file.write("5")
     except OSError:
         pass  # what libraries needed to load then counts as well
+
+
+def peak_growth_of(work):
+    """By how many bytes this process's resident memory grows at most while `work` runs."""
+    before = proc_bytes("status", "VmRSS") - counted_by_others()
+    forget_peak()
+    work()
+    return peak_bytes() - before
 
 
 def take_turns(contenders, seconds, device):
@@ -135,7 +146,7 @@ def take_turns(contenders, seconds, device):
     return times.tolist()
 
 
-def run(make_contender):
+def run(make_contender, make_workload=workload):
     """`make_contender(name, module, batch)` gets a model and its batch."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
@@ -150,7 +161,7 @@ def run(make_contender):
     forget_peak()
 
     def made(name):
-        module, batch = workload(options.model, options.width)
+        module, batch = make_workload(options.model, options.width)
         return make_contender(name, module.to(device), batch.to(device))
 
     contenders = [made(name) for name in options.contenders.split(",")]

@@ -44,11 +44,15 @@ double proc_bytes(const std::string& file, const std::string& field) {
   return 0;
 }
 
-/// Resident memory at its highest. Every rank has the pages of shared memory resident that it touched; they count once,
-/// in equal parts for those who have them, as of now.
+/// Pages of shared memory are resident in every rank that touched them; they count once, in equal parts for those who
+/// have them, as of now.
+double counted_by_others() {
+  return proc_bytes("status", "RssShmem") - proc_bytes("smaps_rollup", "Pss_Shmem");
+}
+
+/// Resident memory at its highest.
 double peak_bytes() {
-  const auto counted_by_others = proc_bytes("status", "RssShmem") - proc_bytes("smaps_rollup", "Pss_Shmem");
-  return proc_bytes("status", "VmHWM") - counted_by_others;
+  return proc_bytes("status", "VmHWM") - counted_by_others();
 }
 
 /// Lets VmHWM start anew. Where the kernel does not allow it, what libraries needed to load counts as well.
@@ -85,6 +89,13 @@ void print(const std::string& what, const std::string& contender, double value) 
 }
 
 }  // namespace
+
+double peak_growth_of(const std::function<void()>& work) {
+  const auto before = proc_bytes("status", "VmRSS") - counted_by_others();
+  forget_peak();
+  work();
+  return peak_bytes() - before;
+}
 
 void run_rank(const RankPlan& plan, const MakeContender& make) {
   const auto world = init();

@@ -25,6 +25,9 @@ struct Contender {
   std::function<std::map<std::string, double>()> bytes = nullptr;  // this rank's, by what was counted; after training
 };
 
+/// By how many bytes this process's resident memory grows at most while `work` runs. Local.
+double peak_growth_of(const std::function<void()>& work);
+
 struct Case {
   std::string model;
   int64_t width = 32;

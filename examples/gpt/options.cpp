@@ -23,14 +23,16 @@ void complete(Options& options, bool has_parallel, bool has_stage) {
   refuse_if(options.parallel == "zero" && options.zero_stage == 0, "--parallel zero: --zero-stage must be 1 or 2");
   refuse_if(options.parallel != "zero" && options.zero_stage > 0, "--zero-stage: only with --parallel zero");
   refuse_if(options.precision != "float32" && !options.is_sharded(),
-            "--precision " + options.precision + ": only with --parallel fsdp or hybrid");
+            "--precision " + options.precision + ": only with --parallel fsdp, hybrid or fsdp+tp");
 }
 
 }  // namespace
 
 std::optional<Options> parse_options(int argc, char** argv, int& exit_code) {
   Options options;
-  CLI::App app("Trains a small GPT on tales about animals, with DDP, ZeRO or FSDP, and lets it tell one.", "gpt");
+  CLI::App app(
+      "Trains a small GPT on tales about animals, with DDP, ZeRO, FSDP or tensor parallelism, and lets it tell one.",
+      "gpt");
   // The last one counts: `make demo ARGS="--ranks 4"`.
   app.option_defaults()->take_last()->always_capture_default();
   app.add_option("--ranks", options.ranks, "processes that train together; starts lockstep-run unless a launcher did")
@@ -44,8 +46,9 @@ std::optional<Options> parse_options(int argc, char** argv, int& exit_code) {
   app.add_option("--learning-rate,--lr", options.learning_rate, "at its highest")->check(CLI::Range(1e-8, 1.0));
   auto* parallel = app.add_option("--parallel", options.parallel,
                                   "what ranks divide: ddp nothing but the batch, zero the optimizer's state and "
-                                  "gradients, fsdp all, hybrid all between pairs of ranks")
-                       ->check(CLI::IsMember({"ddp", "zero", "fsdp", "hybrid"}));
+                                  "gradients, fsdp all, hybrid all between pairs of ranks, tp every layer, fsdp+tp "
+                                  "layers between pairs of ranks and the rest among the pairs")
+                       ->check(CLI::IsMember({"ddp", "zero", "fsdp", "hybrid", "tp", "fsdp+tp"}));
   auto* stage = app.add_option("--zero-stage", options.zero_stage,
                                "what ranks share: 0 nothing, 1 the optimizer's state, 2 gradients too")
                     ->check(CLI::Range(0, 2));

@@ -21,7 +21,7 @@ struct Options {
   std::string progress = "auto";
   std::string losses = "";  // a file
 
-  bool is_sharded() const { return parallel == "fsdp" || parallel == "hybrid"; }
+  bool is_sharded() const { return parallel == "fsdp" || parallel == "hybrid" || parallel == "fsdp+tp"; }
 };
 
 /// None if the program shall end at once, with `exit_code`: everything has been said. Local.

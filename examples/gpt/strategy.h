@@ -1,4 +1,5 @@
-// How ranks share the work of training one model: what differs between DDP, ZeRO and FSDP. The loop in training.cpp is
+// How ranks share the work of training one model: what differs between DDP, ZeRO, FSDP and tensor
+// parallelism. The loop in training.cpp is
 // the same for all.
 #pragma once
 
@@ -26,6 +27,9 @@ class Strategy {
   virtual torch::optim::Optimizer& optimizer() = 0;
   /// The weights as if nothing were divided, on every rank.
   virtual ModuleState weights() const = 0;
+  /// Ranks that train on other rows than this one are other members of this group: all of the world, unless ranks
+  /// divide layers and so have to see the same rows.
+  virtual GroupPtr data_group() const = 0;
   /// Share of the last step's communication that was hidden behind compute; none if that is not known.
   virtual std::optional<double> hidden_share() const { return std::nullopt; }
 };

@@ -96,7 +96,8 @@ void Training::check_replicas() const {
 }
 
 at::Tensor Training::my_rows(const at::Tensor& rows) const {
-  return rows.tensor_split(world_.world_size())[static_cast<std::size_t>(world_.rank())];
+  const auto group = strategy_->data_group();
+  return rows.tensor_split(group->getSize())[static_cast<std::size_t>(group->getRank())];
 }
 
 at::Tensor Training::loss_of(const at::Tensor& scores, const at::Tensor& target) const {
@@ -114,7 +115,7 @@ void Training::set_learning_rate(int64_t step) {
 
 double Training::mean_over_ranks(const at::Tensor& sum, int64_t count) const {
   const auto both = at::stack({sum, at::full_like(sum, count)}).to(world_.device());
-  all_reduce(both, world_.group());
+  all_reduce(both, strategy_->data_group());
   return both[0].item<double>() / both[1].item<double>();
 }
 
