@@ -3,7 +3,41 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Type.h>
 
+#include <mutex>
+#include <typeindex>
+#include <unordered_map>
+
 namespace lockstep::rpc::detail {
+namespace {
+
+struct BoxCounts {
+  std::mutex mutex;
+  std::unordered_map<std::type_index, int> by_type;
+};
+
+// Never destroyed: objects may outlive statics.
+BoxCounts& box_counts() {
+  static auto* const counts = new BoxCounts;
+  return *counts;
+}
+
+}  // namespace
+
+void count_box(const std::type_info& type, int by) {
+  auto& counts = box_counts();
+  const std::lock_guard lock(counts.mutex);
+  counts.by_type[type] += by;
+}
+
+std::map<std::string, int> living_boxes() {
+  auto& counts = box_counts();
+  const std::lock_guard lock(counts.mutex);
+  std::map<std::string, int> by_name;
+  for (const auto& [type, count] : counts.by_type) {
+    if (count > 0) by_name[c10::demangle(type.name())] += count;
+  }
+  return by_name;
+}
 
 PyObject* AnyBox::getPyObject() {
   TORCH_CHECK(false, "[lockstep/rpc] a C++ object is no Python object.");

@@ -9,7 +9,9 @@
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
+#include <map>
 #include <memory>
+#include <string>
 #include <typeinfo>
 
 #include "lockstep/rpc/wire.h"
@@ -23,6 +25,10 @@ inline std::tuple<> rpc_fields(None& /*none*/) {
 }
 
 namespace detail {
+
+/// Boxes there are, by what is in them. For the list of what a shutdown leaves behind.
+void count_box(const std::type_info& type, int by);
+std::map<std::string, int> living_boxes();
 
 class AnyBox : public c10::ivalue::PyObjectHolder {
  public:
@@ -55,7 +61,12 @@ c10::IValue module_from_wire(const c10::IValue& wire, const std::string& class_n
 template <class T>
 class Box final : public AnyBox {
  public:
-  Box(std::shared_ptr<T> value, c10::IValue recipe) : value_(std::move(value)), recipe_(std::move(recipe)) {}
+  Box(std::shared_ptr<T> value, c10::IValue recipe) : value_(std::move(value)), recipe_(std::move(recipe)) {
+    count_box(typeid(T), 1);
+  }
+  ~Box() override { count_box(typeid(T), -1); }
+  Box(const Box&) = delete;
+  Box& operator=(const Box&) = delete;
 
   const std::shared_ptr<T>& value() const { return value_; }
   const std::type_info& type() const override { return typeid(T); }

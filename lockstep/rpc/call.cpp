@@ -7,7 +7,10 @@
 #include <torch/csrc/distributed/rpc/script_remote_call.h>
 #include <torch/csrc/distributed/rpc/utils.h>
 
+#include <cmath>
+
 #include "lockstep/rpc/remote_error.h"
+#include "lockstep/rpc/rpc.h"
 #include "lockstep/rpc/session.h"
 #include "lockstep/rpc/switched_agent.h"
 #include "lockstep/rpc/wire_names.h"
@@ -87,9 +90,30 @@ c10::IValue call_and_wait(const Callee& to, const std::string& function, std::ve
   const auto& worker = to.info();
   RECORD_USER_SCOPE(at::hasCallbacks() ? range_name("rpc_sync", function, worker) : std::string());
   const auto answer = send(worker, message_of(function, std::move(arguments)), to.timeout_seconds());
-  switched_agent()->wait(*answer);
+  if (!switched_agent()->wait(*answer, to.timeout_seconds())) {
+    const auto limit = to.timeout_seconds() < 0 ? rpc_timeout().count() : to.timeout_seconds();
+    const auto text = str("there was none within ", std::lround(limit * 1000),
+                          " ms. Threads that wait for calls may hold the whole pool");
+    throw translate(std::make_exception_ptr(std::runtime_error(trpc::makeRPCError(text, trpc::RPCErrorType::TIMEOUT))),
+                    worker.name_, function);
+  }
   return value_of(*answer, worker.name_, function);
 }
+
+namespace {
+
+/// Runs libtorch's end of a creation. After errors that it does not know it throws into whoever completed the answer,
+/// and forgets to strike the reference off its list; the error itself is told at the reference's next use.
+template <class Finish, class StrikeOff>
+void finish_creation(const Finish& finish, const StrikeOff& strike_off) {
+  try {
+    finish();
+  } catch (const std::exception&) {
+    strike_off(trpc::RRefContext::getInstance());
+  }
+}
+
+}  // namespace
 
 RRefPtr call_remote(const Callee& to, const std::string& function, std::vector<c10::IValue> arguments) {
   const auto& worker = to.info();
@@ -105,16 +129,20 @@ RRefPtr call_remote(const Callee& to, const std::string& function, std::vector<c
     context.addSelfAsFork(owned);  // until the call has run
     auto answer = send(worker, message_for(owned->rrefId(), owned->rrefId()), to.timeout_seconds());
     owned->registerOwnerCreationFuture(answer);
-    answer->addCallback(
-        [id = owned->rrefId()](c10::ivalue::Future& done) { trpc::callback::finishCreatingOwnerRRef(done, id); });
+    answer->addCallback([id = owned->rrefId()](c10::ivalue::Future& done) {
+      finish_creation([&] { trpc::callback::finishCreatingOwnerRRef(done, id); },
+                      [&](trpc::RRefContext& all) { all.delForkOfOwner(id, id); });
+    });
     return owned;
   }
   auto user = context.createUserRRef(worker.id_, c10::AnyType::get());
   auto answer = send(worker, message_for(user->rrefId(), user->forkId()), to.timeout_seconds());
   user->registerOwnerCreationFuture(answer);
   context.addPendingUser(user->forkId(), user);
-  answer->addCallback(
-      [fork = user->forkId()](c10::ivalue::Future& done) { trpc::callback::confirmPendingUser(done, fork); });
+  answer->addCallback([fork = user->forkId()](c10::ivalue::Future& done) {
+    finish_creation([&] { trpc::callback::confirmPendingUser(done, fork); },
+                    [&](trpc::RRefContext& all) { all.delPendingUser(fork); });
+  });
   return user;
 }
 

@@ -3,7 +3,9 @@
 #include <torch/csrc/distributed/autograd/context/container.h>
 #include <torch/csrc/distributed/autograd/engine/dist_engine.h>
 
+#include <charconv>
 #include <future>
+#include <string_view>
 #include <thread>
 
 #include "lockstep/base/str.h"
@@ -48,6 +50,35 @@ std::string names_of_workers(const tautograd::ContextPtr& context) {
   return join(names, ", ");
 }
 
+/// libtorch's text names the ranks that an error came through; the last is where it was thrown.
+[[noreturn]] void tell_failure(std::int64_t context_id, const std::exception_ptr& error) {
+  const auto text = rpc::detail::text_of(error);
+  constexpr std::string_view kMark = "Error on Node ";
+  const auto mark = text.rfind(kMark);
+  if (mark == std::string::npos) std::rethrow_exception(error);
+  const auto number = mark + kMark.size();
+  const auto colon = text.find(": ", number);
+  int rank = -1;
+  if (colon == std::string::npos ||
+      std::from_chars(text.data() + number, text.data() + colon, rank).ptr != text.data() + colon) {
+    std::rethrow_exception(error);
+  }
+  const auto worker = current_agent("distributed autograd")
+                          ->getWorkerInfo(static_cast<torch::distributed::rpc::worker_id_t>(rank))
+                          .name_;
+  throw rpc::RemoteError(rpc::RemoteError::Kind::kThrown, worker, "backward",
+                         str("[lockstep/rpc] backward of context ", context_id, " failed on worker '", worker,
+                             "': ", text.substr(colon + 2)));
+}
+
+void execute(std::int64_t context_id, const std::vector<at::Tensor>& roots, bool retain_graph) {
+  try {
+    tautograd::DistEngine::getInstance().execute(context_id, roots, retain_graph);
+  } catch (const std::exception&) {
+    tell_failure(context_id, std::current_exception());
+  }
+}
+
 }  // namespace
 
 Context::Context() {
@@ -69,16 +100,11 @@ Context::~Context() {
 void backward(std::int64_t context_id, const std::vector<at::Tensor>& roots, const BackwardOptions& options) {
   const auto context = context_of(context_id);
   check_roots(roots);
-  auto& engine = tautograd::DistEngine::getInstance();
-  if (!options.timeout) {
-    engine.execute(context_id, roots, options.retain_graph);
-    return;
-  }
+  if (!options.timeout) return execute(context_id, roots, options.retain_graph);
   // libtorch's engine waits without an end. Another thread does; after a timeout it stays there with the context, and
   // ends when the gradients come after all.
-  std::packaged_task<void()> pass([&engine, context_id, roots, retain_graph = options.retain_graph] {
-    engine.execute(context_id, roots, retain_graph);
-  });
+  std::packaged_task<void()> pass(
+      [context_id, roots, retain_graph = options.retain_graph] { execute(context_id, roots, retain_graph); });
   auto result = pass.get_future();
   std::thread(std::move(pass)).detach();
   TORCH_CHECK(result.wait_for(*options.timeout) == std::future_status::ready, "[lockstep/rpc] backward of context ",

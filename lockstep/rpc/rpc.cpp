@@ -16,6 +16,7 @@
 #include "lockstep/base/str.h"
 #include "lockstep/comm/group.h"
 #include "lockstep/comm/world.h"
+#include "lockstep/rpc/box.h"
 #include "lockstep/rpc/functions.h"
 #include "lockstep/rpc/heartbeat.h"
 #include "lockstep/rpc/meeting.h"
@@ -197,9 +198,13 @@ void check_leaks(const RpcOptions& options) {
   if (!options.fail_on_rref_leak) return;
   auto info = trpc::RRefContext::getInstance().getDebugInfo();
   const auto count = [&](const char* key) { return info.contains(key) ? std::stol(info.at(key)) : 0L; };
-  TORCH_CHECK(count("num_owner_rrefs") == 0 && count("num_forks") == 0, "[lockstep/rpc] shutdown: worker '",
-              worker_info().name_, "' still owns ", count("num_owner_rrefs"), " objects which ", count("num_forks"),
-              " references of other workers hold. Let RRefs end before shutdown().");
+  if (count("num_owner_rrefs") == 0 && count("num_forks") == 0) return;
+  std::vector<std::string> objects;
+  for (const auto& [type, number] : detail::living_boxes()) objects.push_back(str(number, " of ", type));
+  TORCH_CHECK(false, "[lockstep/rpc] shutdown: worker '", worker_info().name_, "' still owns ",
+              count("num_owner_rrefs"), " objects which ", count("num_forks"),
+              " references of other workers hold (objects behind RRefs here: ", join(objects, ", "),
+              "). Let RRefs end before shutdown().");
 }
 
 }  // namespace

@@ -62,6 +62,8 @@ class RRefBase {
   void backward(std::optional<std::int64_t> context_id = std::nullopt, bool retain_graph = false) const;
 
   const RRefPtr& impl() const { return impl_; }
+  /// Throws if the object cannot be used any more, or never could.
+  void check_usable() const;
   /// For calls: whom to call, and arguments that begin with which object is meant.
   Callee callee() const;
   std::vector<c10::IValue> with_handle(std::vector<c10::IValue> arguments) const;
@@ -70,8 +72,6 @@ class RRefBase {
   RRefBase() = default;
   explicit RRefBase(RRefPtr impl) : impl_(std::move(impl)) {}
 
-  /// Throws if the object cannot be used any more, or never could.
-  void check_usable() const;
   const c10::IValue& owned_value(const std::type_info& wanted) const;
   c10::IValue fetch() const;
 
@@ -176,7 +176,10 @@ std::ostream& operator<<(std::ostream& out, const RRef<T>& rref) {
 
 template <class T>
 struct Wire<RRef<T>> {
-  static c10::IValue to(const RRef<T>& rref) { return c10::IValue(rref.impl()); }
+  static c10::IValue to(const RRef<T>& rref) {
+    rref.check_usable();
+    return c10::IValue(rref.impl());
+  }
   static RRef<T> from(const c10::IValue& value) {
     if (!value.isRRef()) throw WireMismatch(name(), value);
     return RRef<T>(value.toRRef());

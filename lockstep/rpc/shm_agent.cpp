@@ -116,7 +116,11 @@ ShmAgent::FuturePtr ShmAgent::send(const WorkerInfo& to, MessagePtr message, flo
   const auto limit = timeout_seconds == trpc::kUnsetRpcTimeout ? getRpcTimeout() : limit_of(timeout_seconds);
   const bool is_to_self = to.id_ == workerInfo_.id_;
   std::optional<MessageRecord> record;
-  if (!is_to_self) record.emplace(*message);
+  if (is_to_self) {
+    message = copy_message(*message);
+  } else {
+    record.emplace(*message);
+  }
   auto future = c10::make_intrusive<Future>(at::AnyClassType::get());
   const auto call = next_call_.fetch_add(1, std::memory_order_relaxed);
   message->setId(static_cast<int64_t>(call));
@@ -229,7 +233,12 @@ void ShmAgent::respond(int id, uint64_t call, const MessagePtr& response) {
   response->setId(static_cast<int64_t>(call));
   if (id == workerInfo_.id_) {
     if (auto future = remove_call(call, id)) {
-      Task task{.peer = id, .call = call, .message = response, .block = {}, .future = std::move(future), .error = {}};
+      Task task{.peer = id,
+                .call = call,
+                .message = copy_message(*response),
+                .block = {},
+                .future = std::move(future),
+                .error = {}};
       complete(task);
     }
     return;

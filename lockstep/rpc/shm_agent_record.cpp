@@ -329,4 +329,17 @@ c10::intrusive_ptr<Message> read_message(std::span<const std::byte> record, int6
                                       static_cast<MessageType>(head.type), id);
 }
 
+c10::intrusive_ptr<Message> copy_message(const Message& message) {
+  std::vector<at::Tensor> tensors;
+  tensors.reserve(message.tensors().size());
+  for (const auto& tensor : message.tensors()) {
+    auto& copy = tensors.emplace_back();
+    if (!tensor.defined()) continue;
+    copy = tensor.detach().clone();
+    copy.set_requires_grad(tensor.requires_grad());
+  }
+  return c10::make_intrusive<Message>(std::vector<char>(message.payload()), std::move(tensors), message.type(),
+                                      message.id());
+}
+
 }  // namespace lockstep::rpc

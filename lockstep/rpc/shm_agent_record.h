@@ -43,4 +43,8 @@ class MessageRecord {
 /// and may be given anything.
 c10::intrusive_ptr<torch::distributed::rpc::Message> read_message(std::span<const std::byte> record, int64_t id);
 
+/// What another worker would read of it: tensors with memory and history of their own, which whoever gets the message
+/// may write to and autograd may link. For messages to oneself.
+c10::intrusive_ptr<torch::distributed::rpc::Message> copy_message(const torch::distributed::rpc::Message& message);
+
 }  // namespace lockstep::rpc

@@ -2,6 +2,8 @@
 
 #include <torch/csrc/distributed/rpc/rref_proto.h>
 
+#include <future>
+
 #include "lockstep/rpc/shm_agent.h"
 
 namespace lockstep::rpc::detail {
@@ -17,7 +19,7 @@ void SwitchedAgent::switch_to(std::shared_ptr<RpcAgent> agent) {
   agent_ = std::move(agent);
 }
 
-void SwitchedAgent::wait(trpc::JitFuture& future) {
+bool SwitchedAgent::wait(trpc::JitFuture& future, float timeout_seconds) {
   std::shared_ptr<ShmAgent> agent;
   {
     const std::shared_lock lock(mutex_);
@@ -25,9 +27,21 @@ void SwitchedAgent::wait(trpc::JitFuture& future) {
   }
   if (agent) {
     agent->wait(future);
-  } else {
-    future.wait();
+    return true;
   }
+  if (timeout_seconds == trpc::kUnsetRpcTimeout) {
+    timeout_seconds = std::chrono::duration<float>(getRpcTimeout()).count();
+  }
+  if (timeout_seconds <= 0 || future.completed()) {
+    future.wait();
+    return true;
+  }
+  // Later than the agent's own word, which is told where the call stands.
+  constexpr std::chrono::duration<float> kGrace(0.5F);
+  const auto done = std::make_shared<std::promise<void>>();
+  future.addCallback([done](trpc::JitFuture&) { done->set_value(); }, /*uses_future=*/false);
+  return done->get_future().wait_for(std::chrono::duration<float>(timeout_seconds) + kGrace) ==
+         std::future_status::ready;
 }
 
 std::shared_ptr<trpc::RpcAgent> SwitchedAgent::real() const {
@@ -44,7 +58,22 @@ std::shared_ptr<trpc::RpcAgent> SwitchedAgent::required() const {
 c10::intrusive_ptr<trpc::JitFuture> SwitchedAgent::send(const trpc::WorkerInfo& to,
                                                         c10::intrusive_ptr<trpc::Message> message,
                                                         float timeout_seconds, const trpc::DeviceMap& device_map) {
-  const auto agent = real();
+  std::shared_ptr<trpc::RpcAgent> agent;
+  std::shared_ptr<const SendHook> hook;
+  {
+    const std::shared_lock lock(mutex_);
+    agent = agent_;
+    hook = send_hook_;
+  }
+  if (hook) {
+    try {
+      (*hook)(to, *message);
+    } catch (...) {
+      auto lost = c10::make_intrusive<trpc::JitFuture>(c10::getCustomClassType<c10::intrusive_ptr<trpc::Message>>());
+      lost->setError(std::current_exception());
+      return lost;
+    }
+  }
   if (!agent && message->type() == trpc::MessageType::RREF_USER_DELETE) {
     // A reference outlived RPC: nobody counts it any more.
     auto done = c10::make_intrusive<trpc::JitFuture>(c10::getCustomClassType<c10::intrusive_ptr<trpc::Message>>());
@@ -70,6 +99,11 @@ c10::intrusive_ptr<trpc::JitFuture> SwitchedAgent::send(const trpc::WorkerInfo& 
     flow_->give_back(to.id_, bytes);
     throw;
   }
+}
+
+void SwitchedAgent::set_send_hook(SendHook hook) {
+  const std::unique_lock lock(mutex_);
+  send_hook_ = hook ? std::make_shared<const SendHook>(std::move(hook)) : nullptr;
 }
 
 void SwitchedAgent::limit_flow(std::size_t bytes) {

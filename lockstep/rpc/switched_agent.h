@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/rpc/rpc_agent.h>
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
@@ -27,12 +28,20 @@ class SwitchedAgent final : public torch::distributed::rpc::RpcAgent {
   /// Null: none. Neither started nor shut down by this.
   void switch_to(std::shared_ptr<torch::distributed::rpc::RpcAgent> agent);
   std::shared_ptr<torch::distributed::rpc::RpcAgent> real() const;
-  /// future.wait(), looking after the agent's mail meanwhile if it has any.
-  void wait(torch::distributed::rpc::JitFuture& future);
+  /// future.wait() for the answer of a call that has this limit (as of send()), looking after the agent's mail
+  /// meanwhile if it has any. False if there is none when it is over: TensorPipe tells of limits by threads of its
+  /// pool, all of which may be waiting here.
+  bool wait(torch::distributed::rpc::JitFuture& future, float timeout_seconds);
 
   /// Bytes of calls that may be on their way to one worker; zero: any number.
   void limit_flow(std::size_t bytes);
   std::size_t peak_flow() const { return flow_->peak(); }
+
+  /// For tests of what is lost or late: runs before every message is sent, on the sender's thread. If it throws, the
+  /// message is lost and its answer is that error. Null: none.
+  using SendHook =
+      std::function<void(const torch::distributed::rpc::WorkerInfo& to, const torch::distributed::rpc::Message&)>;
+  void set_send_hook(SendHook hook);
 
   c10::intrusive_ptr<torch::distributed::rpc::JitFuture> send(
       const torch::distributed::rpc::WorkerInfo& to, c10::intrusive_ptr<torch::distributed::rpc::Message> message,
@@ -59,6 +68,7 @@ class SwitchedAgent final : public torch::distributed::rpc::RpcAgent {
   mutable std::shared_mutex mutex_;
   std::shared_ptr<torch::distributed::rpc::RpcAgent> agent_;
   std::shared_ptr<ShmAgent> shm_agent_;  // the same, if it is one
+  std::shared_ptr<const SendHook> send_hook_;
 };
 
 }  // namespace lockstep::rpc::detail

@@ -71,6 +71,7 @@ TEST(ShmAgent, BringsAMessageThereAndItsAnswerBack) {
       const auto got = message_in(workers.send(from, to, text_message("echo hello", {tensor})));
       EXPECT_EQ(text_of(*got), "echo hello");
       EXPECT_TRUE(got->tensors()[0].equal(tensor));
+      EXPECT_NE(got->tensors()[0].data_ptr(), tensor.data_ptr()) << "nobody writes to the sender's, itself neither";
     }
   }
 }
