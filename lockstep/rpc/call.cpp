@@ -9,6 +9,7 @@
 
 #include <cmath>
 
+#include "lockstep/rpc/message_check.h"
 #include "lockstep/rpc/remote_error.h"
 #include "lockstep/rpc/rpc.h"
 #include "lockstep/rpc/session.h"
@@ -67,7 +68,9 @@ std::string range_name(const char* kind, const std::string& function, const Work
 c10::IValue value_of(c10::ivalue::Future& answer, const std::string& worker, const std::string& function) {
   if (answer.hasError()) throw translate(answer.exception_ptr(), worker, function);
   try {
-    return trpc::deserializeRespToIValue(*answer.constValue().toCustomClass<trpc::Message>());
+    const auto message = answer.constValue().toCustomClass<trpc::Message>();
+    check_answer(*message);
+    return trpc::deserializeRespToIValue(*message);
   } catch (...) {
     throw translate(std::current_exception(), worker, function);
   }
@@ -105,8 +108,9 @@ namespace {
 /// Runs libtorch's end of a creation. After errors that it does not know it throws into whoever completed the answer,
 /// and forgets to strike the reference off its list; the error itself is told at the reference's next use.
 template <class Finish, class StrikeOff>
-void finish_creation(const Finish& finish, const StrikeOff& strike_off) {
+void finish_creation(c10::ivalue::Future& answer, const Finish& finish, const StrikeOff& strike_off) {
   try {
+    if (!answer.hasError()) check_answer(*answer.constValue().toCustomClass<trpc::Message>());
     finish();
   } catch (const std::exception&) {
     strike_off(trpc::RRefContext::getInstance());
@@ -130,8 +134,9 @@ RRefPtr call_remote(const Callee& to, const std::string& function, std::vector<c
     auto answer = send(worker, message_for(owned->rrefId(), owned->rrefId()), to.timeout_seconds());
     owned->registerOwnerCreationFuture(answer);
     answer->addCallback([id = owned->rrefId()](c10::ivalue::Future& done) {
-      finish_creation([&] { trpc::callback::finishCreatingOwnerRRef(done, id); },
-                      [&](trpc::RRefContext& all) { all.delForkOfOwner(id, id); });
+      finish_creation(
+          done, [&] { trpc::callback::finishCreatingOwnerRRef(done, id); },
+          [&](trpc::RRefContext& all) { all.delForkOfOwner(id, id); });
     });
     return owned;
   }
@@ -140,8 +145,9 @@ RRefPtr call_remote(const Callee& to, const std::string& function, std::vector<c
   user->registerOwnerCreationFuture(answer);
   context.addPendingUser(user->forkId(), user);
   answer->addCallback([fork = user->forkId()](c10::ivalue::Future& done) {
-    finish_creation([&] { trpc::callback::confirmPendingUser(done, fork); },
-                    [&](trpc::RRefContext& all) { all.delPendingUser(fork); });
+    finish_creation(
+        done, [&] { trpc::callback::confirmPendingUser(done, fork); },
+        [&](trpc::RRefContext& all) { all.delPendingUser(fork); });
   });
   return user;
 }

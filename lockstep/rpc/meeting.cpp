@@ -36,28 +36,6 @@ auto rpc_fields(CardOnWire& card) {
   return std::tie(card.name, card.host, card.agent, card.functions, card.device_maps, card.devices, card.device_count);
 }
 
-std::vector<std::uint8_t> bytes_of(const WorkerCard& card) {
-  CardOnWire wire{card.name, card.host, card.agent, card.functions, texts_of(card.device_maps), {}, card.device_count};
-  for (const auto& device : card.devices) wire.devices.push_back(device.str());
-  const auto bytes = torch::jit::pickle(Wire<CardOnWire>::to(wire));
-  return {bytes.begin(), bytes.end()};
-}
-
-WorkerCard card_of(const std::vector<std::uint8_t>& bytes) {
-  const auto wire =
-      Wire<CardOnWire>::from(torch::jit::unpickle(reinterpret_cast<const char*>(bytes.data()), bytes.size()));
-  WorkerCard card{.name = wire.name,
-                  .host = wire.host,
-                  .agent = wire.agent,
-                  .functions = wire.functions,
-                  .device_count = wire.device_count};
-  for (const auto& [worker, map] : wire.device_maps) {
-    for (const auto& [from, to] : map) card.device_maps[worker].emplace(c10::Device(from), c10::Device(to));
-  }
-  for (const auto& device : wire.devices) card.devices.emplace_back(device);
-  return card;
-}
-
 void check_names(const std::vector<WorkerCard>& cards) {
   std::map<std::string, std::vector<int>> ranks;
   for (std::size_t rank = 0; rank < cards.size(); ++rank) ranks[cards[rank].name].push_back(static_cast<int>(rank));
@@ -102,6 +80,28 @@ void check_device_map(const WorkerCard& card, const std::string& to, const Devic
 }
 
 }  // namespace
+
+std::vector<std::uint8_t> bytes_of(const WorkerCard& card) {
+  CardOnWire wire{card.name, card.host, card.agent, card.functions, texts_of(card.device_maps), {}, card.device_count};
+  for (const auto& device : card.devices) wire.devices.push_back(device.str());
+  const auto bytes = torch::jit::pickle(Wire<CardOnWire>::to(wire));
+  return {bytes.begin(), bytes.end()};
+}
+
+WorkerCard card_of(const std::vector<std::uint8_t>& bytes) {
+  const auto wire =
+      Wire<CardOnWire>::from(torch::jit::unpickle(reinterpret_cast<const char*>(bytes.data()), bytes.size()));
+  WorkerCard card{.name = wire.name,
+                  .host = wire.host,
+                  .agent = wire.agent,
+                  .functions = wire.functions,
+                  .device_count = wire.device_count};
+  for (const auto& [worker, map] : wire.device_maps) {
+    for (const auto& [from, to] : map) card.device_maps[worker].emplace(c10::Device(from), c10::Device(to));
+  }
+  for (const auto& device : wire.devices) card.devices.emplace_back(device);
+  return card;
+}
 
 std::vector<WorkerCard> exchange(const WorkerCard& own, int rank, int world_size, c10d::Store& store,
                                  std::chrono::milliseconds timeout) {

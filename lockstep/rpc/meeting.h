@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <map>
 #include <string>
 #include <vector>
@@ -19,6 +20,9 @@ struct WorkerCard {
   std::vector<c10::Device> devices = {};                        // that others may map to
   std::int64_t device_count = 0;
 };
+
+std::vector<std::uint8_t> bytes_of(const WorkerCard& card);
+WorkerCard card_of(const std::vector<std::uint8_t>& bytes);
 
 /// Every worker's card, by rank. Throws naming the ranks that do not come in time.
 std::vector<WorkerCard> exchange(const WorkerCard& own, int rank, int world_size, c10d::Store& store,

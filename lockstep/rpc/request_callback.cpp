@@ -8,6 +8,7 @@
 
 #include "lockstep/rpc/builtins.h"
 #include "lockstep/rpc/functions.h"
+#include "lockstep/rpc/message_check.h"
 #include "lockstep/rpc/object_handle.h"
 #include "lockstep/rpc/remote_error.h"
 #include "lockstep/rpc/rref_backward.h"
@@ -48,6 +49,16 @@ Answer run(const trpc::ScriptCall& call, const std::string& name, Form form) {
 }
 
 class Callback final : public trpc::RequestCallbackNoPython {
+ public:
+  c10::intrusive_ptr<JitFuture> processMessage(trpc::Message& request, Streams streams) const override {
+    try {
+      check_request(request);
+    } catch (const Refused&) {
+      return asFuture(described("?", std::current_exception()));
+    }
+    return RequestCallbackNoPython::processMessage(request, std::move(streams));
+  }
+
  protected:
   c10::intrusive_ptr<JitFuture> processScriptCall(trpc::RpcCommandBase& rpc, const Streams& streams) const override {
     const auto& call = static_cast<trpc::ScriptCall&>(rpc);

@@ -17,6 +17,7 @@
 #include "lockstep/comm/group.h"
 #include "lockstep/comm/world.h"
 #include "lockstep/rpc/box.h"
+#include "lockstep/rpc/dynamic_group.h"
 #include "lockstep/rpc/functions.h"
 #include "lockstep/rpc/heartbeat.h"
 #include "lockstep/rpc/meeting.h"
@@ -46,6 +47,8 @@ struct Session {
   int generation = 0;  // how often RPC was initialised
   int rank = -1;       // the container of contexts keeps the first
   RpcOptions options;
+  bool is_dynamic = false;
+  StorePtr store;  // of a dynamic group
   std::shared_ptr<trpc::RpcAgent> agent;
   std::unique_ptr<detail::Heartbeat> heartbeat;
 };
@@ -55,7 +58,7 @@ Session& session() {
   return *current;
 }
 
-void check_arguments(const std::string& name, int rank, int world_size, const RpcOptions& options) {
+void check_arguments(const std::string& name, int rank, std::optional<int> world_size, const RpcOptions& options) {
   const auto where = "[lockstep/rpc] init_rpc: ";
   TORCH_CHECK(!name.empty(), where, "name is empty.");
   TORCH_CHECK(name.size() < WorkerInfo::MAX_NAME_LEN, where, "name has ", name.size(), " characters; it may have ",
@@ -64,8 +67,14 @@ void check_arguments(const std::string& name, int rank, int world_size, const Rp
     TORCH_CHECK(std::isalnum(static_cast<unsigned char>(c)) != 0 || c == '_' || c == ':' || c == '-', where, "name '",
                 name, "' has the character '", c, "'; it may have letters, digits, '_', ':' and '-'.");
   }
-  TORCH_CHECK(world_size >= 1, where, "world_size is ", world_size, ".");
-  TORCH_CHECK(rank >= 0 && rank < world_size, where, "rank is ", rank, ", world_size ", world_size, ".");
+  TORCH_CHECK(rank >= 0, where, "rank is ", rank, ".");
+  if (world_size) {
+    TORCH_CHECK(*world_size >= 1, where, "world_size is ", *world_size, ".");
+    TORCH_CHECK(rank < *world_size, where, "rank is ", rank, ", world_size ", *world_size, ".");
+  } else {
+    TORCH_CHECK(options.agent != Agent::kShm, where, "a group without a world_size needs TensorPipe.");
+    TORCH_CHECK(options.device_maps.empty(), where, "a group without a world_size has no device maps.");
+  }
   TORCH_CHECK(rank <= std::numeric_limits<trpc::worker_id_t>::max(), where, "rank is ", rank, "; it may be up to ",
               std::numeric_limits<trpc::worker_id_t>::max(), ".");
   TORCH_CHECK(options.num_worker_threads > 0, where, "num_worker_threads is ", options.num_worker_threads, ".");
@@ -133,7 +142,7 @@ std::shared_ptr<trpc::RpcAgent> make_agent(const AgentRequest& request, const st
     return detail::make_tensorpipe_agent(request, std::move(callback));
   }
   const auto& options = request.options;
-  return make_shm_agent(request.store, request.name, request.rank, request.world_size,
+  return make_shm_agent(request.store, request.name, request.rank, *request.world_size,
                         {.num_worker_threads = options.num_worker_threads,
                          .rpc_timeout_seconds = options.rpc_timeout.count(),
                          .start_timeout = options.init_timeout},
@@ -207,6 +216,88 @@ void check_leaks(const RpcOptions& options) {
               "). Let RRefs end before shutdown().");
 }
 
+/// Makes `agent` the one that carries messages, and starts it. Then runs `greet`; if that fails, RPC ends again.
+void begin(Session& current, const AgentRequest& request, std::shared_ptr<trpc::RpcAgent> new_agent,
+           const std::function<void()>& greet) {
+  tautograd::DistAutogradContainer::init(request.rank);
+  current.rank = request.rank;
+  current.options = request.options;
+  current.is_dynamic = !request.world_size;
+  current.agent = std::move(new_agent);
+  current.agent->setTypeResolver(type_resolver());
+  auto& agent = switched_agent();
+  if (!agent) {
+    agent = std::make_shared<detail::SwitchedAgent>(WorkerInfo(request.name, static_cast<std::int64_t>(request.rank)));
+    agent->setTypeResolver(type_resolver());
+    trpc::RpcAgent::setCurrentRpcAgent(agent);
+    std::atexit(&end_at_exit);
+  }
+  agent->setRpcTimeout(std::chrono::duration_cast<std::chrono::milliseconds>(request.options.rpc_timeout));
+  agent->limit_flow(request.options.max_bytes_in_flight);
+  agent->switch_to(current.agent);
+  try {
+    agent->start();
+    greet();
+  } catch (...) {
+    try {
+      tear_down(current);
+    } catch (...) {  // NOLINT(bugprone-empty-catch): the first error is the one to tell
+    }
+    throw;
+  }
+}
+
+void begin_with_all(Session& current, AgentRequest request, const WorkerCard& own) {
+  const auto& options = request.options;
+  const int world_size = *request.world_size;
+  request.store = c10::make_intrusive<c10d::PrefixStore>(str("lockstep_rpc/", current.generation),
+                                                         meet(request.rank, world_size, options));
+  // From here on a failed attempt has used up its keys.
+  ++current.generation;
+  const auto cards = detail::exchange(own, request.rank, world_size, *request.store, options.init_timeout);
+  request.store = c10::make_intrusive<c10d::PrefixStore>("agent", request.store);
+  detail::check_cards(cards);
+  request.devices = devices_of(cards, request.rank);
+  request.reverse_device_maps = reverse_maps(cards, request.name);
+  // Nobody's first call finds a worker that is not there yet.
+  begin(current, request, make_agent(request, cards), [&] { barrier({}, options.init_timeout); });
+}
+
+void join_dynamically(Session& current, AgentRequest request, const WorkerCard& own) {
+  const auto& options = request.options;
+  const auto world = current_world();
+  TORCH_CHECK(options.store || world, "[lockstep/rpc] init_rpc: a group without a world_size needs a store, or the ",
+              "job's: call lockstep::init() first, or give RpcOptions::store.");
+  const auto store =
+      c10::make_intrusive<c10d::PrefixStore>("lockstep_rpc/dynamic", options.store ? options.store : world->store());
+  const detail::MembershipLock nobody_else(store, own.name, options.init_timeout);
+  // TensorPipe's connections are kept by rank, and never made anew.
+  TORCH_CHECK(store->add(str("rank/", request.rank), 1) == 1, "[lockstep/rpc] init_rpc: rank ", request.rank,
+              " of this group is taken, or was, by a worker that left. Join under another rank, as a new process.");
+  request.store = c10::make_intrusive<c10d::PrefixStore>("agent", store);
+  begin(current, request, detail::make_tensorpipe_agent(request, detail::make_request_callback()), [&] {
+    detail::compare_with_members(own, *store);
+    detail::tell_members(/*joins=*/true);
+  });
+  current.store = store;
+}
+
+/// The graceful end: with everybody, or, where workers come and go, as one who goes.
+void say_goodbye(Session& current, std::chrono::duration<float> timeout) {
+  const auto limit =
+      std::chrono::duration_cast<std::chrono::milliseconds>(timeout.count() > 0 ? timeout : rpc_timeout());
+  // Everybody is here, and so everybody's calls have been made.
+  if (!current.is_dynamic) barrier({}, timeout);
+  trpc::RRefContext::getInstance().delAllUsersAndUnforkedOwners(limit);
+  std::optional<detail::MembershipLock> nobody_else;
+  if (current.is_dynamic) {
+    nobody_else.emplace(current.store, worker_info().name_, limit);
+    detail::tell_members(/*joins=*/false);
+  }
+  switched_agent()->join(/*shutdown=*/true, timeout.count());
+  check_leaks(current.options);
+}
+
 }  // namespace
 
 RpcOptions& RpcOptions::set_device_map(const std::string& worker, const DeviceMap& map) {
@@ -214,7 +305,7 @@ RpcOptions& RpcOptions::set_device_map(const std::string& worker, const DeviceMa
   return *this;
 }
 
-void init_rpc(const std::string& name, int rank, int world_size, const RpcOptions& options) {
+void init_rpc(const std::string& name, int rank, std::optional<int> world_size, const RpcOptions& options) {
   check_arguments(name, rank, world_size, options);
   auto& current = session();
   const std::lock_guard lock(current.mutex);
@@ -222,12 +313,7 @@ void init_rpc(const std::string& name, int rank, int world_size, const RpcOption
               current.agent->getWorkerInfo().name_, "'. Call shutdown() first.");
   TORCH_CHECK(current.rank == -1 || current.rank == rank, "[lockstep/rpc] init_rpc: this process was rank ",
               current.rank, " before, and cannot be rank ", rank, " now.");
-  AgentRequest request{.store = c10::make_intrusive<c10d::PrefixStore>(str("lockstep_rpc/", current.generation),
-                                                                       meet(rank, world_size, options)),
-                       .name = name,
-                       .rank = rank,
-                       .world_size = world_size,
-                       .options = options};
+  AgentRequest request{.store = nullptr, .name = name, .rank = rank, .world_size = world_size, .options = options};
   const WorkerCard own{.name = name,
                        .host = host_id(),
                        .agent = asked_for(options),
@@ -235,43 +321,14 @@ void init_rpc(const std::string& name, int rank, int world_size, const RpcOption
                        .device_maps = options.device_maps,
                        .devices = options.devices,
                        .device_count = accelerators()};
-  // From here on a failed attempt has used up its keys.
-  ++current.generation;
-  const auto cards = detail::exchange(own, rank, world_size, *request.store, options.init_timeout);
-  request.store = c10::make_intrusive<c10d::PrefixStore>("agent", request.store);
-  detail::check_cards(cards);
-  request.devices = devices_of(cards, rank);
-  request.reverse_device_maps = reverse_maps(cards, name);
-
-  tautograd::DistAutogradContainer::init(rank);
-  current.rank = rank;
-  current.options = options;
-  current.agent = make_agent(request, cards);
-  current.agent->setTypeResolver(type_resolver());
-  auto& agent = switched_agent();
-  if (!agent) {
-    agent = std::make_shared<detail::SwitchedAgent>(WorkerInfo(name, static_cast<std::int64_t>(rank)));
-    agent->setTypeResolver(type_resolver());
-    trpc::RpcAgent::setCurrentRpcAgent(agent);
-    std::atexit(&end_at_exit);
+  if (world_size) {
+    begin_with_all(current, std::move(request), own);
+  } else {
+    join_dynamically(current, std::move(request), own);
   }
-  agent->setRpcTimeout(std::chrono::duration_cast<std::chrono::milliseconds>(options.rpc_timeout));
-  agent->limit_flow(options.max_bytes_in_flight);
-  agent->switch_to(current.agent);
-  try {
-    agent->start();
-    // Nobody's first call finds a worker that is not there yet.
-    barrier({}, options.init_timeout);
-    if (options.heartbeat.count() > 0) {
-      current.heartbeat = std::make_unique<detail::Heartbeat>(
-          options.heartbeat, options.on_silent_worker ? options.on_silent_worker : &warn_of_silence);
-    }
-  } catch (...) {
-    try {
-      tear_down(current);
-    } catch (...) {  // NOLINT(bugprone-empty-catch): the first error is the one to tell
-    }
-    throw;
+  if (options.heartbeat.count() > 0) {
+    current.heartbeat = std::make_unique<detail::Heartbeat>(
+        options.heartbeat, options.on_silent_worker ? options.on_silent_worker : &warn_of_silence);
   }
 }
 
@@ -288,13 +345,7 @@ void shutdown(bool graceful, std::chrono::duration<float> timeout) {
   current.heartbeat.reset();
   if (graceful) {
     try {
-      const auto limit =
-          std::chrono::duration_cast<std::chrono::milliseconds>(timeout.count() > 0 ? timeout : rpc_timeout());
-      // Everybody is here, and so everybody's calls have been made.
-      barrier({}, timeout);
-      trpc::RRefContext::getInstance().delAllUsersAndUnforkedOwners(limit);
-      switched_agent()->join(/*shutdown=*/true, timeout.count());
-      check_leaks(current.options);
+      say_goodbye(current, timeout);
     } catch (...) {
       error = std::current_exception();
     }

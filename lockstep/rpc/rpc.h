@@ -65,7 +65,11 @@ struct RpcOptions {
 
 /// Joins the job's workers. Without rank and world_size they come from the launcher's variables. Throws, on every
 /// worker, for a name used twice or functions registered differently under one name.
-void init_rpc(const std::string& name, int rank, int world_size, const RpcOptions& options = {});
+///
+/// With a rank but without a size (std::nullopt, on all workers) the group is dynamic: workers come and go as they
+/// like, by a store that they share, over TensorPipe. Nobody waits for others, at the beginning or the end. A rank is
+/// used once.
+void init_rpc(const std::string& name, int rank, std::optional<int> world_size, const RpcOptions& options = {});
 void init_rpc(const std::string& name, const RpcOptions& options = {});
 
 /// Graceful: waits until all workers are here and no call is under way, deletes this worker's references to others'

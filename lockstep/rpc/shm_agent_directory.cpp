@@ -15,7 +15,7 @@
 namespace lockstep::rpc {
 namespace {
 
-const char* const kRefusalKey = "refusal";
+constexpr auto kRefusalKey = "refusal";
 
 /// Throws `problem`, after telling the workers that still wait.
 [[noreturn]] void refuse_worker(c10d::Store& store, const ShmWorker& self, const std::string& problem) {

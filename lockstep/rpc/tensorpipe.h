@@ -15,7 +15,7 @@ struct AgentRequest {
   StorePtr store;
   std::string name;
   int rank = 0;
-  int world_size = 1;
+  std::optional<int> world_size = 1;
   RpcOptions options;
   /// By caller: the inverse of its map to this worker.
   std::unordered_map<std::string, DeviceMap> reverse_device_maps = {};
@@ -29,5 +29,8 @@ void check_tensorpipe_options(const RpcOptions& options);
 
 std::shared_ptr<torch::distributed::rpc::RpcAgent> make_tensorpipe_agent(
     const AgentRequest& request, std::unique_ptr<torch::distributed::rpc::RequestCallback> callback);
+
+/// A worker has come to the group of this agent, which has no size, or has left it.
+void update_membership(torch::distributed::rpc::RpcAgent& agent, const WorkerInfo& worker, bool joins);
 
 }  // namespace lockstep::rpc::detail

@@ -67,7 +67,7 @@ Facts facts_of(const ParallelPlan& plan, const std::vector<Found>& found, const 
     for (const auto& [path, module] : modules) {
       facts.emplace_back(str("module '", path, "'"), module->name());
       for (const auto& [name, member] : detail::layer_of(*module).parameters) {
-        facts.emplace_back(str("parameter '", path.empty() ? name : path + "." + name, "'"),
+        facts.emplace_back(str("parameter '", path, path.empty() ? "" : ".", name, "'"),
                            lockstep::str(member->scalar_type(), " [", join(member->sizes().vec(), ", "), "]",
                                          member->requires_grad() ? ", requires_grad" : ", frozen"));
       }

@@ -18,4 +18,8 @@ std::shared_ptr<torch::distributed::rpc::RpcAgent> make_tensorpipe_agent(
   TORCH_CHECK(false, "[lockstep/rpc] this libtorch has no TensorPipe: only workers of one host can call each other.");
 }
 
+void update_membership(torch::distributed::rpc::RpcAgent& /*agent*/, const WorkerInfo& /*worker*/, bool /*joins*/) {
+  TORCH_CHECK(false, "[lockstep/rpc] this libtorch has no TensorPipe: groups have a size.");
+}
+
 }  // namespace lockstep::rpc::detail

@@ -31,4 +31,11 @@ std::shared_ptr<trpc::RpcAgent> make_tensorpipe_agent(const AgentRequest& reques
                                                  request.reverse_device_maps, request.devices, std::move(callback));
 }
 
+void update_membership(trpc::RpcAgent& agent, const WorkerInfo& worker, bool joins) {
+  auto* const tensorpipe = dynamic_cast<trpc::TensorPipeAgent*>(&agent);
+  TORCH_CHECK(tensorpipe != nullptr && !tensorpipe->isStaticGroup_,
+              "the group here has a size: all workers must begin ", "without one");
+  tensorpipe->updateGroupMembership(worker, {}, {}, joins);
+}
+
 }  // namespace lockstep::rpc::detail
