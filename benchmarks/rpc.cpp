@@ -136,6 +136,13 @@ void add_rows(Report& report, const RowSpec& spec, const Measured& measured) {
                 figures);
 }
 
+/// Of ours alone: lookups that are asked for one batch early, beside the same in turn.
+void add_lookups(Report& report, const Measured& measured) {
+  add_peer_rows(
+      report, {.case_name = "lookups one batch ahead", .metric = "ms", .ours = "ahead", .peers = {"in turn"}},
+      {{"ahead", measured.at("lookups-ahead").at(kMemory)}, {"in turn", measured.at("lookups-in-turn").at(kMemory)}});
+}
+
 void run(Plan plan, const std::string& output) {
   std::printf("rpc on %s; medians and interquartile ranges of %d rounds\n", describe_machine().c_str(), plan.rounds);
   if (plan.with_python && !has_python()) {
@@ -148,6 +155,7 @@ void run(Plan plan, const std::string& output) {
     for (const auto& spec : kRows) {
       if (spec.which == which) add_rows(report, spec, measured);
     }
+    if (which == "calls") add_lookups(report, measured);
   }
 }
 

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <functional>
 #include <latch>
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -86,11 +87,48 @@ Work forward_backward() {
   return {"forward-backward", 5, step};
 }
 
+/// A server that takes its time, as one with a large table or many clients does.
+const auto look_up = rpc::function("bench.look_up", [](const at::Tensor& ids) {
+  static const auto table = at::ones({1000, kWidth}).requires_grad_();
+  std::this_thread::sleep_for(3ms);
+  return table.index_select(0, ids);
+});
+
+struct LookedUp {
+  std::unique_ptr<dist_autograd::Context> context = nullptr;
+  rpc::Future<at::Tensor> rows = {};
+};
+
+/// Eight batches, each a lookup and a step through some layers; with `ahead` a lookup is asked for one batch early.
+Work lookups(const std::string& what, bool ahead) {
+  constexpr int kBatches = 8;
+  const auto weight = at::ones({kWidth, kWidth}).div(kWidth).requires_grad_();
+  const auto ids = at::arange(256);
+  const auto ask = [ids] {
+    LookedUp batch{.context = std::make_unique<dist_autograd::Context>(dist_autograd::Context::ForLater())};
+    const dist_autograd::WorkFor it(*batch.context);
+    batch.rows = rpc::rpc_async(1, look_up, ids);
+    return batch;
+  };
+  return {what, 1, [=] {
+            LookedUp next;
+            for (int i = 0; i < kBatches; ++i) {
+              auto batch = next.context ? std::move(next) : ask();
+              next = ahead && i + 1 < kBatches ? ask() : LookedUp();
+              auto x = batch.rows.wait();
+              for (int layer = 0; layer < 20; ++layer) x = at::relu(x.mm(weight));
+              dist_autograd::backward(batch.context->id(), {x.sum()});
+            }
+          }};
+}
+
 void call(int samples) {
   const auto small = at::ones({8, kWidth});
   measure(round_trip("8x64", 50, small), samples);
   measure(in_flight(small), samples);
   measure(forward_backward(), samples);
+  measure(lookups("lookups-in-turn", false), samples);
+  measure(lookups("lookups-ahead", true), samples);
   measure(round_trip("1MiB", 5, at::ones({1 << 18})), samples);
   measure(round_trip("64MiB", 1, at::ones({1 << 24})), samples);
 }

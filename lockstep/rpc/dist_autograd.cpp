@@ -89,6 +89,20 @@ Context::Context() {
   id_ = tautograd::DistAutogradContainer::getInstance().newContext()->contextId();
 }
 
+Context::Context(ForLater /*tag*/) {
+  current_agent("a distributed autograd context");
+  const rpc::detail::ContextScope none(-1);
+  id_ = tautograd::DistAutogradContainer::getInstance().newContext()->contextId();
+}
+
+WorkFor::WorkFor(const Context& context) : before_(rpc::detail::current_context_id()) {
+  tautograd::DistAutogradContainer::forceCurrentContextId(context.id());
+}
+
+WorkFor::~WorkFor() {
+  tautograd::DistAutogradContainer::forceCurrentContextId(before_);
+}
+
 Context::~Context() {
   try {
     tautograd::DistAutogradContainer::getInstance().releaseContext(id_);
@@ -115,6 +129,18 @@ void backward(std::int64_t context_id, const std::vector<at::Tensor>& roots, con
 
 c10::Dict<at::Tensor, at::Tensor> get_gradients(std::int64_t context_id) {
   return context_of(context_id)->getGradients();
+}
+
+void accumulate_grads(std::int64_t context_id, const std::vector<at::Tensor>& parameters) {
+  const auto gradients = get_gradients(context_id);
+  const at::NoGradGuard no_grad;
+  for (const auto& parameter : parameters) {
+    const auto found = gradients.find(parameter);
+    if (found == gradients.end()) continue;
+    auto& grad = parameter.mutable_grad();
+    // The context may add to its own later.
+    grad = grad.defined() ? grad + found->value() : found->value().clone();
+  }
 }
 
 }  // namespace lockstep::dist_autograd

@@ -24,6 +24,9 @@ namespace lockstep::dist_autograd {
 class Context {
  public:
   Context();
+  /// For later: no thread works for it before a WorkFor says so. Several may be open at once.
+  struct ForLater {};
+  explicit Context(ForLater /*tag*/);
   ~Context();
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
@@ -35,6 +38,24 @@ class Context {
 
  private:
   std::int64_t id_;
+};
+
+/// Lets this thread work for `context`, instead of whichever it works for, until the end of the scope. With it a
+/// program sends the calls of its next batch while it computes the last one:
+///
+///     auto next = std::make_unique<Context>(Context::ForLater());
+///     Future<at::Tensor> rows = (WorkFor(*next), rpc::rpc_async("server", look_up, ids));
+class WorkFor {
+ public:
+  explicit WorkFor(const Context& context);
+  ~WorkFor();
+  WorkFor(const WorkFor&) = delete;
+  WorkFor& operator=(const WorkFor&) = delete;
+  WorkFor(WorkFor&&) = delete;
+  WorkFor& operator=(WorkFor&&) = delete;
+
+ private:
+  std::int64_t before_;
 };
 
 struct BackwardOptions {
@@ -49,5 +70,9 @@ void backward(std::int64_t context_id, const std::vector<at::Tensor>& roots, con
 
 /// This worker's tensors in the context and their gradients; several backwards add up.
 c10::Dict<at::Tensor, at::Tensor> get_gradients(std::int64_t context_id);
+
+/// Adds the context's gradients of these parameters to their .grad, as a plain backward does. For optimizers that step
+/// by .grad, a ZeroRedundancyOptimizer say. Those that have none in the context are left alone.
+void accumulate_grads(std::int64_t context_id, const std::vector<at::Tensor>& parameters);
 
 }  // namespace lockstep::dist_autograd

@@ -11,6 +11,7 @@
 #include "lockstep/rpc/remote_module.h"
 #include "lockstep/rpc/rpc.h"
 #include "lockstep/testing/gtest.h"
+#include "lockstep/zero/zero_redundancy_optimizer.h"
 
 namespace lockstep::rpc_ddp_test {
 
@@ -65,6 +66,48 @@ TEST(RpcDdp, RemoteLayersTrainAsLocalOnes) {
   });
 }
 
+/// A pipeline of two remote layers on the CPU and two of this worker's own, under DDP, on `device`: four gradients.
+void expect_pipeline_trains(const World& world, c10::Device device) {
+  const RemoteModule<torch::nn::Linear> first("worker0", std::int64_t{10}, std::int64_t{7});
+  const RemoteModule<torch::nn::Linear> third("worker1/cpu", std::int64_t{5}, std::int64_t{3});
+  auto second = make_linear(7, 5);
+  auto fourth = make_linear(3, 1);
+  second->to(device);
+  fourth->to(device);
+  DistributedDataParallel ddp_second(second, world.group());
+  DistributedDataParallel ddp_fourth(fourth, world.group());
+  const auto local_first = first.module_rref().to_here();
+  const auto local_third = third.module_rref().to_here();
+  const auto input = at::randn({10, 10});
+  ddp_fourth(local_third->forward(ddp_second(local_first->forward(input).to(device)).cpu()).to(device))
+      .sum()
+      .backward();
+  const dist_autograd::Context context;
+  const auto hidden = ddp_second(first.forward(input).to(device)).cpu();
+  const auto loss = ddp_fourth(third.forward(hidden).to(device)).sum();
+  dist_autograd::backward(context.id(), {loss});
+  const auto gradients = dist_autograd::get_gradients(context.id());
+  EXPECT_TRUE(at::allclose(gradients.at(second->weight), second->weight.grad()));
+  EXPECT_TRUE(at::allclose(gradients.at(fourth->weight), fourth->weight.grad()));
+  EXPECT_EQ(gradients.at(fourth->weight).device(), device);
+  EXPECT_TRUE(at::allclose(rpc_sync("worker0", gradient_of, first.remote_parameters()[0], context.id()),
+                           local_first->weight.grad()));
+  EXPECT_TRUE(at::allclose(rpc_sync("worker1", gradient_of, third.remote_parameters()[0], context.id()),
+                           local_third->weight.grad()));
+  rpc::barrier();
+}
+
+// RPC-74, RPC-44
+TEST(RpcDdp, PipelinesOfRemoteAndOwnLayersTrainAsLocalOnes) {
+  run(2, [](const World& world) { expect_pipeline_trains(world, at::kCPU); });
+}
+
+// RPC-74, RPC-44
+TEST(RpcDdp, PipelinesCrossDevices) {
+  if (!torch::cuda::is_available()) GTEST_SKIP() << "there is no GPU";
+  run(2, [](const World& world) { expect_pipeline_trains(world, {at::kCUDA, 0}); });
+}
+
 // RPC-48
 TEST(RpcDdp, OneOptimizerStepsRemoteAndLocalParameters) {
   run(2, [](const World& world) {
@@ -110,6 +153,103 @@ TEST(RpcDdp, UnusedParametersAreFoundBehindAReference) {
       EXPECT_TRUE(at::allclose(ddp.module()->used->weight.grad(), at::full({2, 2}, 1.5))) << "the mean of 1 and 2";
       EXPECT_FALSE(ddp.module()->unused->weight.grad().defined());
     }
+  });
+}
+
+at::Tensor table() {
+  static const auto rows = [] {
+    torch::manual_seed(7);
+    return torch::randn({10, 4}).requires_grad_();
+  }();
+  return rows;
+}
+const auto look_up = rpc::function("ddp_test.look_up", [](at::Tensor ids) {
+  std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  return table().index_select(0, ids);
+});
+const auto table_gradient = rpc::function(
+    "ddp_test.table_gradient", [](std::int64_t context) { return dist_autograd::get_gradients(context).at(table()); });
+
+// RPC-78
+TEST(RpcDdp, TrainersMayDivideTheirOptimizersState) {
+  run(3, [](const World& world) {
+    const auto trainers = new_group({0, 1});
+    if (world.rank() != 2) {
+      torch::manual_seed(3);
+      DistributedDataParallel ddp(make_linear(4, 2), trainers);
+      auto reference = make_linear(4, 2);
+      {
+        const torch::NoGradGuard no_grad;
+        reference->weight.copy_(ddp.module()->weight);
+      }
+      ZeroRedundancyOptimizer<torch::optim::Adam> zero(ddp.parameters(), torch::optim::AdamOptions(0.1), trainers);
+      torch::optim::Adam plain(reference->parameters(), torch::optim::AdamOptions(0.1));
+      const auto ids_of = [](int rank, int step) { return at::tensor({rank + step, 2 * rank + 1, step}); };
+      for (int step = 0; step < 4; ++step) {
+        zero.zero_grad();
+        const dist_autograd::Context context;
+        const auto rows = rpc_sync("worker2", look_up, ids_of(world.rank(), step));
+        dist_autograd::backward(context.id(), {ddp(rows).pow(2).mean()});
+        dist_autograd::accumulate_grads(context.id(), ddp.parameters());
+        zero.step();
+        // One process with both batches.
+        plain.zero_grad();
+        for (const int rank : {0, 1}) {
+          const auto input = table().detach().index_select(0, ids_of(rank, step));
+          (reference->forward(input).pow(2).mean() / 2).backward();
+        }
+        plain.step();
+        EXPECT_TRUE(at::allclose(ddp.module()->weight, reference->weight, 1e-4, 1e-5)) << step;
+      }
+    }
+    rpc::barrier();
+  });
+}
+
+// RPC-78
+TEST(RpcDdp, LookupsOfTheNextBatchComeWhileThisOneComputes) {
+  run(3, [](const World& world) {
+    const auto trainers = new_group({0, 1});
+    if (world.rank() != 2) {
+      torch::manual_seed(3);
+      DistributedDataParallel ddp(make_linear(4, 2), trainers);
+      const auto ids_of = [&](int batch) { return at::tensor({world.rank() + batch, 3}); };
+      using Gradients = std::vector<std::pair<at::Tensor, at::Tensor>>;
+      const auto finish = [&](const dist_autograd::Context& context, const at::Tensor& rows, Gradients& gradients) {
+        dist_autograd::backward(context.id(), {ddp(rows).pow(2).sum()});
+        gradients.emplace_back(dist_autograd::get_gradients(context.id()).at(ddp.parameters()[0]),
+                               rpc_sync("worker2", table_gradient, context.id()));
+      };
+      Gradients in_turn;
+      for (int batch = 0; batch < 4; ++batch) {
+        const dist_autograd::Context context;
+        finish(context, rpc_sync("worker2", look_up, ids_of(batch)), in_turn);
+      }
+      struct Batch {
+        std::unique_ptr<dist_autograd::Context> context;
+        rpc::Future<at::Tensor> rows;
+      };
+      const auto begin = [&](int batch) {
+        auto context = std::make_unique<dist_autograd::Context>(dist_autograd::Context::ForLater());
+        const dist_autograd::WorkFor it(*context);
+        auto rows = rpc::rpc_async("worker2", look_up, ids_of(batch));
+        return Batch{std::move(context), std::move(rows)};
+      };
+      Gradients overlapped;
+      auto next = begin(0);
+      for (int batch = 0; batch < 4; ++batch) {
+        const auto now = std::exchange(next, begin(batch + 1));
+        const dist_autograd::WorkFor it(*now.context);
+        finish(*now.context, now.rows.wait(), overlapped);
+      }
+      next.rows.wait();
+      ASSERT_EQ(overlapped.size(), in_turn.size());
+      for (std::size_t i = 0; i < in_turn.size(); ++i) {
+        EXPECT_TRUE(at::equal(overlapped[i].first, in_turn[i].first)) << i;
+        EXPECT_TRUE(at::equal(overlapped[i].second, in_turn[i].second)) << i;
+      }
+    }
+    rpc::barrier();
   });
 }
 

@@ -75,7 +75,7 @@ TEST(Hybrid, WithDdpInsideAveragesTheWrappedLayer) {
   });
 }
 
-// RPC-64, RPC-69
+// RPC-59, RPC-64, RPC-69
 TEST(Hybrid, WithDdpOutsideAveragesAll) {
   run(1, [] {
     hybrid::lead(DdpMode::kOutside, false, [&](int round, const std::vector<Gradients>& all) {
