@@ -389,23 +389,26 @@ TEST(FsdpTwoDimensional, ScalersAgreeOverBothAxes) {
   });
 }
 
-// TP-53, TP-55: averages over the axis for data
+// TP-53, TP-55, DDP-7: averages over the axis for data
 TEST(FsdpTwoDimensional, DdpGoesAroundTensorParallelModules) {
   on_mesh(2, 2, [](const DeviceMesh& mesh) {
     auto expected = whole_net();
     auto wanted = optimizer_of<Adam>(expected);
     const auto losses = train_whole(expected, wanted, 0, 3, /*max_norm=*/0.5);
-    auto net = parallel_net(mesh["tp"]);
     const auto data = mesh.get_group("dp");
-    DistributedDataParallel<ParallelNet> ddp(net, DdpOptions{.process_group = data});
-    auto optimizer = optimizer_of<Adam>(net);
-    for (int step = 0; step < 3; ++step) {
-      optimizer.zero_grad();
-      ddp->forward(part_of_batch(step, data->getRank(), 2)).pow(2).mean().backward();
-      clip_grad_norm_(optimizer, 0.5);
-      optimizer.step();
+    // The same by a slice of the mesh.
+    for (const auto& options : {DdpOptions{.process_group = data}, DdpOptions{.device_mesh = mesh["dp"]}}) {
+      auto net = parallel_net(mesh["tp"]);
+      DistributedDataParallel<ParallelNet> ddp(net, options);
+      auto optimizer = optimizer_of<Adam>(net);
+      for (int step = 0; step < 3; ++step) {
+        optimizer.zero_grad();
+        ddp->forward(part_of_batch(step, data->getRank(), 2)).pow(2).mean().backward();
+        clip_grad_norm_(optimizer, 0.5);
+        optimizer.step();
+      }
+      expect_same_net(net, expected, 1e-4, "DDP");
     }
-    expect_same_net(net, expected, 1e-4, "DDP");
     auto other = parallel_net(mesh["tp"]);
     expect_error([&] { DistributedDataParallel<ParallelNet>(other, DdpOptions{}); },
                  {"'block0.up.weight'", "is a part", "get_group(\"dp\")"});
