@@ -25,6 +25,8 @@ function(lockstep_compile_options target)
   endif()
   if(LOCKSTEP_SANITIZE)
     target_compile_options(${target} PRIVATE -fsanitize=${LOCKSTEP_SANITIZE} -fno-sanitize-recover=all -g1)
+    # With the checks in between g++ 12 no longer sees that optionals are filled before they are read.
+    target_compile_options(${target} PRIVATE $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>)
     if(LOCKSTEP_SANITIZE MATCHES "undefined")
       # libtorch ships without the type information vptr checks need.
       target_compile_options(${target} PRIVATE -fno-sanitize=vptr)

@@ -7,8 +7,11 @@
 #include <torch/csrc/distributed/rpc/script_remote_call.h>
 #include <torch/csrc/distributed/rpc/utils.h>
 
+#include <algorithm>
 #include <cmath>
 
+#include "lockstep/rpc/call_links.h"
+#include "lockstep/rpc/context_scope.h"
 #include "lockstep/rpc/message_check.h"
 #include "lockstep/rpc/remote_error.h"
 #include "lockstep/rpc/rpc.h"
@@ -55,6 +58,7 @@ c10::intrusive_ptr<trpc::Message> message_of(const std::string& function, std::v
 
 FuturePtr send(const WorkerInfo& to, c10::intrusive_ptr<trpc::Message> message, float timeout) {
   const auto agent = current_agent("a call");
+  drop_ended_context();
   // Within a context every call carries its id, also without tensors: its result may need gradients.
   return sendMessageWithAutograd(*agent, to, std::move(message), /*forceGradRecording=*/true, timeout,
                                  /*forceDisableProfiling=*/true);
@@ -65,13 +69,23 @@ std::string range_name(const char* kind, const std::string& function, const Work
   return str(kind, "#", function, "(", current_agent("a call")->getWorkerInfo().name_, " -> ", to.name_, ")");
 }
 
-c10::IValue value_of(c10::ivalue::Future& answer, const std::string& worker, const std::string& function) {
-  if (answer.hasError()) throw translate(answer.exception_ptr(), worker, function);
+bool needs_gradients(const trpc::Message& message) {
+  const auto& tensors = message.tensors();
+  return std::any_of(tensors.begin(), tensors.end(),
+                     [](const at::Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); });
+}
+
+c10::IValue value_of(c10::ivalue::Future& answer, const std::string& worker, const std::string& function,
+                     const std::shared_ptr<CallLink>& link) {
   try {
+    if (answer.hasError()) std::rethrow_exception(answer.exception_ptr());
     const auto message = answer.constValue().toCustomClass<trpc::Message>();
     check_answer(*message);
-    return trpc::deserializeRespToIValue(*message);
+    auto value = trpc::deserializeRespToIValue(*message);
+    note_answer(link, value);
+    return value;
   } catch (...) {
+    note_failure(link);
     throw translate(std::current_exception(), worker, function);
   }
 }
@@ -81,10 +95,12 @@ c10::IValue value_of(c10::ivalue::Future& answer, const std::string& worker, con
 FuturePtr call(const Callee& to, const std::string& function, std::vector<c10::IValue> arguments) {
   const auto& worker = to.info();
   RECORD_USER_SCOPE(at::hasCallbacks() ? range_name("rpc_async", function, worker) : std::string());
-  auto answer = send(worker, message_of(function, std::move(arguments)), to.timeout_seconds());
-  auto value = answer->then(
-      [worker = worker.name_, function](c10::ivalue::Future& done) { return value_of(done, worker, function); },
-      c10::AnyType::get());
+  auto message = message_of(function, std::move(arguments));
+  const auto link = note_call(worker.name_, function, needs_gradients(*message));
+  auto answer = send(worker, std::move(message), to.timeout_seconds());
+  auto value = answer->then([worker = worker.name_, function,
+                             link](c10::ivalue::Future& done) { return value_of(done, worker, function, link); },
+                            c10::AnyType::get());
   remember_for_wait_all(value);
   return value;
 }
@@ -92,15 +108,18 @@ FuturePtr call(const Callee& to, const std::string& function, std::vector<c10::I
 c10::IValue call_and_wait(const Callee& to, const std::string& function, std::vector<c10::IValue> arguments) {
   const auto& worker = to.info();
   RECORD_USER_SCOPE(at::hasCallbacks() ? range_name("rpc_sync", function, worker) : std::string());
-  const auto answer = send(worker, message_of(function, std::move(arguments)), to.timeout_seconds());
+  auto message = message_of(function, std::move(arguments));
+  const auto link = note_call(worker.name_, function, needs_gradients(*message));
+  const auto answer = send(worker, std::move(message), to.timeout_seconds());
   if (!switched_agent()->wait(*answer, to.timeout_seconds())) {
     const auto limit = to.timeout_seconds() < 0 ? rpc_timeout().count() : to.timeout_seconds();
+    note_failure(link);
     const auto text = str("there was none within ", std::lround(limit * 1000),
                           " ms. Threads that wait for calls may hold the whole pool");
     throw translate(std::make_exception_ptr(std::runtime_error(trpc::makeRPCError(text, trpc::RPCErrorType::TIMEOUT))),
                     worker.name_, function);
   }
-  return value_of(*answer, worker.name_, function);
+  return value_of(*answer, worker.name_, function, link);
 }
 
 namespace {

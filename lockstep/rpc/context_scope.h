@@ -11,6 +11,18 @@ inline std::int64_t current_context_id() {
   return torch::distributed::autograd::DistAutogradContainer::currentContextId();
 }
 
+/// A context that ended on another thread is none: lets this one work for none then.
+inline void drop_ended_context() {
+  using torch::distributed::autograd::DistAutogradContainer;
+  const auto id = current_context_id();
+  if (id == -1) return;
+  try {
+    DistAutogradContainer::getInstance().retrieveContext(id);
+  } catch (const c10::Error&) {
+    DistAutogradContainer::forceCurrentContextId(-1);
+  }
+}
+
 /// Lets this thread work for another context, or for none, until the end of the scope.
 class ContextScope {
  public:

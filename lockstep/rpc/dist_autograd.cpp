@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "lockstep/base/str.h"
+#include "lockstep/rpc/call_links.h"
 #include "lockstep/rpc/context_scope.h"
 #include "lockstep/rpc/remote_error.h"
 #include "lockstep/rpc/session.h"
@@ -83,6 +84,7 @@ void execute(std::int64_t context_id, const std::vector<at::Tensor>& roots, bool
 
 Context::Context() {
   const auto agent = current_agent("a distributed autograd context");
+  rpc::detail::drop_ended_context();
   const auto current = rpc::detail::current_context_id();
   TORCH_CHECK(current == -1, "[lockstep/rpc] this thread works for distributed autograd context ", current,
               " already: contexts do not nest.");
@@ -104,6 +106,7 @@ WorkFor::~WorkFor() {
 }
 
 Context::~Context() {
+  rpc::detail::forget_links(id_);
   try {
     tautograd::DistAutogradContainer::getInstance().releaseContext(id_);
   } catch (const std::exception& error) {
@@ -114,6 +117,7 @@ Context::~Context() {
 void backward(std::int64_t context_id, const std::vector<at::Tensor>& roots, const BackwardOptions& options) {
   const auto context = context_of(context_id);
   check_roots(roots);
+  rpc::detail::check_links(context_id, roots);
   if (!options.timeout) return execute(context_id, roots, options.retain_graph);
   // libtorch's engine waits without an end. Another thread does; after a timeout it stays there with the context, and
   // ends when the gradients come after all.

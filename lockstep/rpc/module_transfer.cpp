@@ -2,6 +2,9 @@
 
 #include <torch/csrc/autograd/grad_mode.h>
 
+#include <set>
+
+#include "lockstep/base/str.h"
 #include "lockstep/rpc/functions.h"
 #include "lockstep/rpc/remote_error.h"
 #include "lockstep/rpc/rref.h"
@@ -46,9 +49,10 @@ struct ModuleState {
   std::vector<std::string> names;
   std::vector<at::Tensor> tensors;
   std::vector<bool> requires_grad;
+  std::vector<bool> are_training;  // of all modules inside, in their order
 };
 auto rpc_fields(ModuleState& state) {
-  return std::tie(state.names, state.tensors, state.requires_grad);
+  return std::tie(state.names, state.tensors, state.requires_grad, state.are_training);
 }
 
 /// Parameters, then buffers.
@@ -79,7 +83,10 @@ void register_module_functions(const std::string& name, ModuleIn module_in) {
   add("parameters", "(bool) -> List[RRef[Tensor]]", 1,
       [](torch::nn::Module& module, const std::vector<c10::IValue>& arguments) {
         std::vector<RRef<at::Tensor>> references;
-        for (const auto& each : module.parameters(Wire<bool>::from(arguments[1]))) references.emplace_back(each);
+        std::set<const c10::TensorImpl*> seen;  // tied ones come once
+        for (const auto& each : module.parameters(Wire<bool>::from(arguments[1]))) {
+          if (seen.insert(each.unsafeGetTensorImpl()).second) references.emplace_back(each);
+        }
         return Wire<std::vector<RRef<at::Tensor>>>::to(references);
       });
   add("train", "(bool) -> None", 1, [](torch::nn::Module& module, const std::vector<c10::IValue>& arguments) {
@@ -100,6 +107,8 @@ c10::IValue wire_of_module(const torch::nn::Module& module, const c10::IValue& r
     state.tensors.push_back(tensor.detach());
     state.requires_grad.push_back(tensor.requires_grad());
   }
+  for (const auto& each : module.modules(/*include_self=*/false)) state.are_training.push_back(each->is_training());
+  state.are_training.push_back(module.is_training());
   return c10::ivalue::Tuple::create({recipe, Wire<ModuleState>::to(state)});
 }
 
@@ -121,9 +130,22 @@ c10::IValue module_from_wire(const c10::IValue& wire, const std::string& class_n
     const auto& [name, tensor] = tensors[i];
     TORCH_CHECK(name == state.names[i], "[lockstep/rpc] a copy of module ", own->name(), " has '", name,
                 "' where its original has '", state.names[i], "'.");
-    tensor.copy_(state.tensors[i]);
+    TORCH_CHECK(tensor.sizes() == state.tensors[i].sizes(), "[lockstep/rpc] a copy of module ", own->name(), " has '",
+                name, "' of [", join(tensor.sizes().vec(), ", "), "], its original one of [",
+                join(state.tensors[i].sizes().vec(), ", "), "].");
+    if (tensor.scalar_type() == state.tensors[i].scalar_type()) {
+      tensor.copy_(state.tensors[i]);
+    } else {
+      tensor.set_data(state.tensors[i].clone());  // the original was cast since
+    }
     if (tensor.is_leaf()) tensor.set_requires_grad(state.requires_grad[i]);
   }
+  auto modules = own->modules(/*include_self=*/false);
+  TORCH_CHECK(modules.size() + 1 == state.are_training.size(), "[lockstep/rpc] a copy of module ", own->name(), " has ",
+              modules.size(), " modules inside, its original ", state.are_training.size() - 1, ".");
+  // Each its own flag: train() of a module sets those inside too, so from the outside in.
+  own->train(state.are_training.back());
+  for (std::size_t i = 0; i < modules.size(); ++i) modules[i]->train(state.are_training[i]);
   return copy;
 }
 

@@ -91,8 +91,8 @@ std::string text_of(const std::exception_ptr& error) {
 
 std::string failure_text(const std::string& worker, const std::string& function, const std::exception_ptr& error) {
   const auto text = text_of(error);
-  // Of a call that this one made: its own words say more.
-  if (parse(text)) return text;
+  // Of a call that this one made, passed on as it is: its own words say more.
+  if (text.starts_with(kOpening) && parse(text)) return text;
   return sentence(holds<Refused>(error) ? Kind::kRefused : Kind::kThrown, worker, function, text);
 }
 

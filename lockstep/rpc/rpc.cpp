@@ -1,5 +1,6 @@
 #include "lockstep/rpc/rpc.h"
 
+#include <ATen/Parallel.h>
 #include <torch/csrc/distributed/autograd/context/container.h>
 #include <torch/csrc/distributed/autograd/engine/dist_engine.h>
 #include <torch/csrc/distributed/rpc/rref_context.h>
@@ -235,6 +236,7 @@ void begin(Session& current, const AgentRequest& request, std::shared_ptr<trpc::
   agent->setRpcTimeout(std::chrono::duration_cast<std::chrono::milliseconds>(request.options.rpc_timeout));
   agent->limit_flow(request.options.max_bytes_in_flight);
   agent->switch_to(current.agent);
+  detail::begin_session();
   try {
     agent->start();
     greet();
@@ -282,6 +284,20 @@ void join_dynamically(Session& current, AgentRequest request, const WorkerCard& 
   current.store = store;
 }
 
+/// libtorch's distributed engine runs gradients that arrive on its inter-op threads, and DDP waits there for the other
+/// ranks' reductions: with few of them, workers wait for each other for ever.
+void have_enough_threads() {
+  constexpr int kEnough = 8;
+  if (at::get_num_interop_threads() >= kEnough) return;
+  try {
+    at::set_num_interop_threads(kEnough);
+  } catch (const c10::Error&) {
+    TORCH_WARN("[lockstep/rpc] init_rpc: this process has ", at::get_num_interop_threads(),
+               " inter-op threads and uses them already. Backwards through DDP and other workers may need ", kEnough,
+               ": call at::set_num_interop_threads(", kEnough, ") at the beginning.");
+  }
+}
+
 /// The graceful end: with everybody, or, where workers come and go, as one who goes.
 void say_goodbye(Session& current, std::chrono::duration<float> timeout) {
   const auto limit =
@@ -326,6 +342,7 @@ void init_rpc(const std::string& name, int rank, std::optional<int> world_size, 
   } else {
     join_dynamically(current, std::move(request), own);
   }
+  have_enough_threads();
   if (options.heartbeat.count() > 0) {
     current.heartbeat = std::make_unique<detail::Heartbeat>(
         options.heartbeat, options.on_silent_worker ? options.on_silent_worker : &warn_of_silence);

@@ -66,6 +66,8 @@ Answer with_object(const c10::IValue& handle, const std::function<Answer(const c
                        })};
 }
 
+RRefBase::RRefBase(RRefPtr impl) : impl_(std::move(impl)), session_(session_number()) {}
+
 bool RRefBase::is_owner() const {
   return real(impl_).isOwner();
 }
@@ -86,6 +88,8 @@ std::string RRefBase::to_string() const {
 void RRefBase::check_usable() const {
   const auto agent = current_agent("an RRef");
   const auto& rref = real(impl_);
+  TORCH_CHECK(session_ == session_number(), "[lockstep/rpc] ", to_string(),
+              " is of before the last shutdown(), which let go of its object. Make it anew.");
   const auto creation = rref.getOwnerCreationFuture();
   if (!creation || !creation->completed() || !creation->hasError()) return;
   TORCH_CHECK(false, "[lockstep/rpc] ", to_string(), " of worker '", owner_name(),

@@ -70,12 +70,13 @@ class RRefBase {
 
  protected:
   RRefBase() = default;
-  explicit RRefBase(RRefPtr impl) : impl_(std::move(impl)) {}
+  explicit RRefBase(RRefPtr impl);
 
   const c10::IValue& owned_value(const std::type_info& wanted) const;
   c10::IValue fetch() const;
 
   RRefPtr impl_;
+  int session_ = 0;  // in which it was made
   std::optional<std::chrono::duration<float>> limit_;
 };
 

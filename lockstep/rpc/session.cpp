@@ -1,5 +1,7 @@
 #include "lockstep/rpc/session.h"
 
+#include <atomic>
+
 #include "lockstep/base/str.h"
 #include "lockstep/rpc/switched_agent.h"
 
@@ -8,6 +10,18 @@ namespace lockstep::rpc::detail {
 std::shared_ptr<SwitchedAgent>& switched_agent() {
   static auto* const agent = new std::shared_ptr<SwitchedAgent>;
   return *agent;
+}
+
+namespace {
+std::atomic<int> sessions = 0;
+}
+
+int session_number() {
+  return sessions;
+}
+
+void begin_session() {
+  ++sessions;
 }
 
 bool is_initialised() {

@@ -13,6 +13,9 @@ class SwitchedAgent;
 /// Null before the first init_rpc().
 std::shared_ptr<SwitchedAgent>& switched_agent();
 bool is_initialised();
+/// How often RPC was initialised. References belong to one.
+int session_number();
+void begin_session();
 
 /// Throws, naming what needs it, unless RPC is initialised.
 std::shared_ptr<torch::distributed::rpc::RpcAgent> current_agent(const char* what);

@@ -68,8 +68,9 @@ void ShmAgent::work(Hand& hand) {
     const auto seen = mailbox_.bell();
     if (take_task(task, hand)) {
       {
-        // The program may drop the agent while its code runs here, or have given this thread up.
-        const auto self = shared_from_this();
+        // The program may drop the agent while its code runs here, or have given this thread up. Null if the agent is
+        // ending already: its end waits for this.
+        const auto self = weak_from_this().lock();
         const bool is_request = !task.future;
         has_completed = !is_request;
         run(task);

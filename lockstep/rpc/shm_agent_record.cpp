@@ -1,5 +1,7 @@
 #include "lockstep/rpc/shm_agent_record.h"
 
+#include <c10/core/InferenceMode.h>
+
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -75,7 +77,10 @@ std::uint64_t record_checksum(std::span<const std::byte> bytes) {
 
 /// A tensor that is no more than its elements on the CPU: not conjugated, not quantized, nobody's subclass.
 bool is_plain(const at::Tensor& tensor) {
-  static const auto plain = at::empty({0}, at::kFloat).set_requires_grad(true).key_set();
+  static const auto plain = [] {
+    const c10::InferenceMode off(false);
+    return at::empty({0}, at::kFloat).set_requires_grad(true).key_set();
+  }();
   return (tensor.key_set() | plain) == plain && tensor.has_storage();
 }
 
@@ -311,6 +316,8 @@ void MessageRecord::write(std::byte* at) const {
 }
 
 c10::intrusive_ptr<Message> read_message(std::span<const std::byte> record, int64_t id) {
+  // Whoever waits reads others' mail too: its own mode is not theirs.
+  const c10::InferenceMode off(false);
   RecordReader reader(record);
   const auto head = reader.read<MessageHead>("a message's head");
   if (head.magic != MessageHead::kMagic) throw BadRecord("a message that does not begin as messages do");
@@ -330,6 +337,7 @@ c10::intrusive_ptr<Message> read_message(std::span<const std::byte> record, int6
 }
 
 c10::intrusive_ptr<Message> copy_message(const Message& message) {
+  const c10::InferenceMode off(false);
   std::vector<at::Tensor> tensors;
   tensors.reserve(message.tensors().size());
   for (const auto& tensor : message.tensors()) {

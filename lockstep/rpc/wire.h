@@ -68,7 +68,12 @@ concept Wired = requires(const T& value, const c10::IValue& wire) {
 template <>
 struct Wire<at::Tensor> {
   // An undefined tensor has no device, which agents ask for.
-  static c10::IValue to(const at::Tensor& tensor) { return tensor.defined() ? c10::IValue(tensor) : c10::IValue(); }
+  static c10::IValue to(const at::Tensor& tensor) {
+    if (!tensor.defined()) return {};
+    TORCH_CHECK(tensor.layout() == at::kStrided || tensor.layout() == at::kSparse, "[lockstep/rpc] a tensor of layout ",
+                tensor.layout(), " does not travel. Call to_dense() before.");
+    return tensor;
+  }
   static at::Tensor from(const c10::IValue& value) {
     if (value.isNone()) return {};
     if (!value.isTensor()) throw WireMismatch(name(), value);
@@ -105,6 +110,7 @@ template <std::floating_point T>
 struct Wire<T> {
   static c10::IValue to(T value) { return static_cast<double>(value); }
   static T from(const c10::IValue& value) {
+    if (value.isInt()) return static_cast<T>(value.toInt());  // remote<T>("worker", 1) of a constructor<double>()
     if (!value.isDouble()) throw WireMismatch(name(), value);
     return static_cast<T>(value.toDouble());
   }
@@ -128,6 +134,12 @@ struct Wire<std::string> {
     return value.toStringRef();
   }
   static std::string name() { return "str"; }
+};
+
+/// Texts in calls that do not know the parameter's type.
+template <>
+struct Wire<const char*> {
+  static c10::IValue to(const char* value) { return std::string(value); }
 };
 
 template <class T>

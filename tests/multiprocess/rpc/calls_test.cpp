@@ -1,9 +1,15 @@
 // Calls among four workers: functions, types, operators, futures.
 #include "lockstep/rpc/call.h"
 
+#include <c10/core/InferenceMode.h>
+
+#include <set>
+
 #include "lockstep/rpc/dist_autograd.h"
 #include "lockstep/rpc/remote_error.h"
 #include "lockstep/rpc/remote_module.h"
+#include "lockstep/rpc/session.h"
+#include "lockstep/rpc/switched_agent.h"
 #include "tests/support/rpc_suite.h"
 
 namespace lockstep::rpc_calls_test {
@@ -40,6 +46,13 @@ const auto echo_batch = rpc::function("echo_batch", [](Batch batch) {
   batch.names.emplace_back("seen");
   return batch;
 });
+const auto explain = rpc::function("explain", [](std::string text) {
+  try {
+    rpc_sync("worker2", fail, text);
+  } catch (const std::exception& error) {
+    throw std::runtime_error(str("while loading shard 7: ", error.what()));
+  }
+});
 const auto slowly = rpc::function("slowly", [](std::int64_t ms) { std::this_thread::sleep_for(1ms * ms); });
 const auto counted = rpc::function("counted", [] {
   static std::atomic<std::int64_t> calls = 0;
@@ -71,6 +84,10 @@ TEST_F(RpcCalls, ReturnWhatFunctionsReturn) {
     rpc_sync("worker1", slowly, 1);
     rpc_async("worker1", slowly, 1).wait();
     EXPECT_TRUE(at::equal(rpc::remote("worker2", add, x, x).to_here(), x + x));
+    const auto begin = std::chrono::steady_clock::now();
+    const auto later = rpc::remote("worker1", slowly, 1000);
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, 800ms) << "it does not wait";
+    later.to_here();
     // Worker to worker, and back to who asked.
     EXPECT_TRUE(at::equal(rpc_sync((rank + 1) % 4, nested, rank, x), x + x));
     std::vector<Future<at::Tensor>> futures;
@@ -99,6 +116,12 @@ TEST_F(RpcCalls, FailWithWorkerFunctionAndText) {
     expect_error([] { rpc_sync("worker1", fail_oddly); },
                  {"worker 'worker1'", "'fail_oddly' threw", "no std::exception"});
     expect_error([] { rpc_async("worker2", fails_later).wait(); }, {"'worker2'", "'fails_later' threw", "too late"});
+    expect_error([] { rpc::remote("worker2", fails_later).to_here(); },
+                 {"worker 'worker2'", "'fails_later' threw", "too late"});
+    // Words that a function adds to an error of its own call are kept.
+    expect_error(
+        [] { rpc_sync("worker1", explain, "disk full"); },
+        {"worker 'worker1': function 'explain' threw", "while loading shard 7", "worker 'worker2'", "disk full"});
     expect_error([] { rpc_sync("worker1", Function<void()>("missing")); }, {"worker1", "'missing'", "not registered"});
     {
       const dist_autograd::Context context;
@@ -202,6 +225,26 @@ TEST_F(RpcCalls, BringTypesThereAndBack) {
   });
 }
 
+const auto tiny = rpc::function("tiny", [](std::int8_t x) { return x; });
+const auto half = rpc::function("half", [](double x) { return x / 2; });
+const auto table = rpc::function("table", [](std::map<std::string, int> x) { return x; });
+const auto allow = rpc::function("allow", [](std::string name) { rpc::allow_operator(name); });
+const auto trained = rpc::function("trained", [](at::Tensor x) {
+  const auto w = at::ones(3).requires_grad_();
+  (x * w).pow(2).sum().backward();
+  return w.grad();
+});
+std::mutex held_mutex;
+std::vector<rpc::RRef<at::Tensor>> held;
+const auto hold = rpc::function("hold", [](rpc::RRef<at::Tensor> ref) {
+  const std::lock_guard lock(held_mutex);
+  held.push_back(std::move(ref));
+});
+const auto let_go = rpc::function("let_go", [] {
+  const std::lock_guard lock(held_mutex);
+  held.clear();
+});
+
 const auto write_to = rpc::function("write_to", [](at::Tensor x) { return x.add_(1); });
 
 // RPC-13
@@ -230,7 +273,35 @@ TEST_F(RpcCalls, RefuseOtherTypesByPosition) {
           rpc_sync("worker1", Function<void(std::tuple<at::Tensor, int>)>("echo_batch"), std::tuple(at::ones(1), 1));
         },
         {"'echo_batch'", "argument 1", "3", "2"});
+    expect_error([] { rpc_sync("worker1", Function<void(int)>("tiny"), 300); },
+                 {"argument 1", "int of 1 bytes", "300"});
+    const auto x = at::ones(1);
+    expect_error([&] { rpc_sync("worker1", Function<void(at::Tensor, at::Tensor, at::Tensor)>("add"), x, x, x); },
+                 {"'add' was refused", "3 arguments"});
+    expect_error([] { rpc_sync("worker1", Function<void(Names)>("table"), Names{"a"}); },
+                 {"argument 1", "Dict[str, int]"});
+    expect_error([] { rpc_sync("worker1", Function<void(std::string)>("half"), "1"); }, {"expected float, got String"});
+    EXPECT_EQ(rpc_sync("worker1", Function<double(int)>("half"), 3), 1.5) << "an integer is a number";
+    expect_error([&] { rpc_sync("worker1", echo_tensor, at::ones({2, 2}).to_sparse_csr()); },
+                 {"layout SparseCsr does not travel", "to_dense()"});
+    expect_error([&] { rpc_sync("worker1", echo_tensor, at::ones({2, 2}).to_mkldnn()); }, {"does not travel"});
     rpc_sync("worker1", slowly, 1);
+  });
+}
+
+// RPC-12
+TEST_F(RpcCalls, RunInNobodyElsesMode) {
+  everywhere([](int rank) {
+    // worker0 waits in inference mode, and reads others' mail meanwhile.
+    const c10::InferenceMode mode(rank == 0);
+    for (int i = 0; i < 300; ++i) {
+      if (rank == 0) {
+        rpc_sync("worker1", echo_tensor, at::ones(3));
+      } else {
+        EXPECT_TRUE(at::equal(rpc_sync("worker0", trained, at::ones(3)), at::full({3}, 2.0)));
+      }
+    }
+    EXPECT_TRUE(at::equal(rpc_sync(rank, trained, at::ones(3)), at::full({3}, 2.0))) << "to oneself too";
   });
 }
 
@@ -252,6 +323,10 @@ TEST_F(RpcCalls, ReachOperatorsThatAreAllowed) {
                  {"aten::from_file", "not allowed", "allow_operator()"});
     expect_error([&] { rpc_sync("worker1", rpc::builtin<Binary>("aten::no_such_thing"), x, x); },
                  {"aten::no_such_thing"});
+    const auto erf = rpc::builtin<at::Tensor(at::Tensor)>("aten::erf");
+    expect_error([&] { rpc_sync("worker1", erf, x); }, {"not allowed"});
+    rpc_sync("worker1", allow, "aten::erf");
+    EXPECT_TRUE(at::allclose(rpc_sync("worker1", erf, x), x.erf()));
   });
 }
 
@@ -309,6 +384,21 @@ TEST_F(RpcCalls, HaveFuturesThatWaitChainAndTellErrors) {
     EXPECT_TRUE(slow.done());
     EXPECT_FALSE(elsewhere.done()) << "another thread's call is not this scope's";
     elsewhere.wait();
+    // With an error of the program's own under way, and in scopes that nest.
+    expect_error(
+        [&] {
+          const rpc::WaitAll scope;
+          slow = rpc_async("worker2", slowly, 100);
+          throw std::runtime_error("mine");
+        },
+        {"mine"});
+    EXPECT_TRUE(slow.done());
+    {
+      const rpc::WaitAll outer;
+      { const rpc::WaitAll inner; }
+      slow = rpc_async("worker2", slowly, 100);
+    }
+    EXPECT_TRUE(slow.done());
   });
 }
 
@@ -325,7 +415,7 @@ TEST_F(RpcCalls, GoToNamesRanksAndWorkers) {
     for (int rank = 0; rank < 4; ++rank) EXPECT_EQ(all[rank].name_, str("worker", rank));
     expect_error([] { rpc_sync("nobody", own_name); }, {"no worker 'nobody'", "'worker2' (rank 2)"});
     expect_error([] { rpc_sync(4, own_name); }, {"no worker '4'"});
-    expect_error([] { rpc_sync(70000, own_name); }, {"no worker '70000'"});
+    expect_error([] { rpc_sync(65537, own_name); }, {"no worker '65537'"});
     expect_error([] { rpc::remote("nobody", own_name); }, {"no worker 'nobody'"});
   });
 }
@@ -372,7 +462,9 @@ TEST_F(RpcCalls, GatherTextsAmongWorkers) {
     ASSERT_EQ(all.size(), 4);
     for (int each = 0; each < 4; ++each) EXPECT_EQ(all.at(str("worker", each)), str("text of ", each));
     // Two halves at once, several times; each worker in pairs from two threads.
-    const Names half = rank < 2 ? Names{"worker0", "worker1"} : Names{"worker3", "worker2"};
+    const Names half = rank < 2    ? Names{"worker0", "worker1"}
+                       : rank == 2 ? Names{"worker2", "worker3"}
+                                   : Names{"worker3", "worker2"};
     const Names other = rank % 2 == 0 ? Names{"worker0", "worker2"} : Names{"worker1", "worker3"};
     std::thread beside([&] {
       for (int i = 0; i < 20; ++i) EXPECT_EQ(rpc::all_gather(str(i), other).size(), 2);
@@ -383,6 +475,17 @@ TEST_F(RpcCalls, GatherTextsAmongWorkers) {
       for (const auto& [name, text] : texts) EXPECT_EQ(text, str(i));
     }
     beside.join();
+    rpc::barrier();
+    // The smallest name leads.
+    std::mutex mutex;
+    std::set<std::string> asked;
+    rpc::detail::switched_agent()->set_send_hook([&](const WorkerInfo& to, const auto& /*message*/) {
+      const std::lock_guard lock(mutex);
+      asked.insert(to.name_);
+    });
+    rpc::barrier();
+    rpc::detail::switched_agent()->set_send_hook(nullptr);
+    EXPECT_EQ(asked, std::set<std::string>{"worker0"});
     rpc::barrier();
     if (rank == 1 || rank == 3) std::this_thread::sleep_for(800ms);
     if (rank == 0 || rank == 2) {
@@ -406,6 +509,18 @@ TEST_F(RpcCalls, LeaveNothingUnderWay) {
       const auto kept = rpc::remote((rank + 2) % 4, add, x, x);
       EXPECT_NE(rpc::debug_info().at("dist_autograd.num_autograd_contexts"), "0");
       kept.to_here();
+      // It counts what is under way.
+      EXPECT_NE(rpc::debug_info().at("dist_autograd.num_autograd_contexts"), "0");
+    }
+    const auto call = rpc_async((rank + 1) % 4, slowly, 200);
+    EXPECT_NE(rpc::debug_info().at("agent.client_active_calls"), "0");
+    call.wait();
+    {
+      const rpc::RRef<at::Tensor> own(at::ones(1));
+      rpc_sync((rank + 1) % 4, hold, own);
+      EXPECT_EQ(rpc::debug_info().at("rref.num_owner_rrefs"), "1");
+      EXPECT_EQ(rpc::debug_info().at("rref.num_forks"), "1");
+      rpc_sync((rank + 1) % 4, let_go);
     }
     rpc::barrier();
     std::vector<std::string> counts = {"rref.num_pending_users",

@@ -135,7 +135,11 @@ TEST(RpcDdp, OneOptimizerStepsRemoteAndLocalParameters) {
 struct TwoLayersImpl : torch::nn::Module {
   TwoLayersImpl()
       : used(register_module("used", make_linear(2, 2))), unused(register_module("unused", make_linear(2, 2))) {}
-  rpc::RRef<at::Tensor> forward(const at::Tensor& x) { return rpc::RRef<at::Tensor>(used->forward(x)); }
+  rpc::RRef<at::Tensor> forward(const at::Tensor& x) {
+    last = rpc::RRef<at::Tensor>(used->forward(x));
+    return last;
+  }
+  rpc::RRef<at::Tensor> last;
   torch::nn::Linear used;
   torch::nn::Linear unused;
 };
@@ -149,6 +153,8 @@ TEST(RpcDdp, UnusedParametersAreFoundBehindAReference) {
       ddp.zero_grad();
       const auto output = ddp(at::full({1, 2}, world.rank() + 1.0));
       EXPECT_TRUE(output.is_owner());
+      EXPECT_NE(output.to_string(), ddp.module()->last.to_string()) << "the module's own stays as it was";
+      ddp.module()->last = {};
       output.local_value().sum().backward();
       EXPECT_TRUE(at::allclose(ddp.module()->used->weight.grad(), at::full({2, 2}, 1.5))) << "the mean of 1 and 2";
       EXPECT_FALSE(ddp.module()->unused->weight.grad().defined());

@@ -313,7 +313,7 @@ TEST_F(DistAutograd, TellsWhereABackwardFailed) {
     rpc_sync("worker2", mend, true);
     const Context context;
     auto x = at::full({2}, 2.0).requires_grad_();
-    const auto loss = rpc_sync("worker1", multiply, x, rpc_sync("worker2", faulty, x * 3)).sum();
+    const auto loss = rpc_sync("worker2", faulty, x * 3).sum();
     for (int i = 0; i < 50; ++i) {
       expect_error([&] { dist_autograd::backward(context.id(), {loss}, {.retain_graph = true}); },
                    {str("backward of context ", context.id()), "worker 'worker2'", "an error on the way back"});
@@ -323,11 +323,91 @@ TEST_F(DistAutograd, TellsWhereABackwardFailed) {
     EXPECT_TRUE(get_gradients(context.id()).contains(x));
   });
   lead([] {
+    {
+      // Through two workers: where it was thrown is told, not where it passed.
+      rpc_sync("worker2", mend, true);
+      const Context context;
+      auto x = at::full({2}, 2.0).requires_grad_();
+      const auto loss = rpc_sync("worker1", multiply, x, rpc_sync("worker2", faulty, x * 3)).sum();
+      expect_error([&] { dist_autograd::backward(context.id(), {loss}); },
+                   {"worker 'worker2'", "an error on the way back"});
+      rpc_sync("worker2", mend, false);
+    }
     // A context of its own has what one backward gives.
     const Context context;
     auto x = at::full({2}, 2.0).requires_grad_();
     dist_autograd::backward(context.id(), {rpc_sync("worker2", faulty, x * 3).sum()});
     EXPECT_TRUE(at::equal(get_gradients(context.id()).at(x), at::full({2}, 3.0)));
+  });
+}
+
+const auto fail_first = rpc::function("autograd.fail_first", [](at::Tensor x) {
+  static std::atomic<int> calls = 0;
+  TORCH_CHECK(++calls % 2 == 0, "the first time fails");
+  return x * 2;
+});
+
+// RPC-43
+TEST_F(DistAutograd, RefusesBackwardsThatWouldWaitForEver) {
+  lead([] {
+    auto x = at::ones(2).requires_grad_();
+    {
+      const Context context;
+      const auto y = rpc_sync("worker1", multiply, x, x);
+      const auto unused = rpc_sync("worker2", multiply, y, y);
+      expect_error([&] { dist_autograd::backward(context.id(), {y.sum()}); },
+                   {"'autograd.multiply' on worker 'worker2'", "does not contribute to a root"});
+      dist_autograd::backward(context.id(), {y.sum(), unused.sum()});
+    }
+    {
+      // A second batch in one context.
+      const Context context;
+      dist_autograd::backward(context.id(), {rpc_sync("worker1", multiply, x, x).sum()});
+      const auto second = rpc_sync("worker1", multiply, x, x);
+      expect_error([&] { dist_autograd::backward(context.id(), {second.sum()}); },
+                   {"worker 'worker1'", "A context is for one backward"});
+    }
+    {
+      // A call that failed and was made again.
+      const Context context;
+      const auto hidden = x * 2;
+      expect_error([&] { rpc_sync("worker1", fail_first, hidden); }, {"the first time fails"});
+      const auto y = rpc_sync("worker1", fail_first, hidden);
+      expect_error([&] { dist_autograd::backward(context.id(), {y.sum()}); },
+                   {"'autograd.fail_first' on worker 'worker1'", "failed", "Begin a new context"});
+    }
+    {
+      // A look at another worker's parameters is nobody's business.
+      const Context context;
+      const auto looked_at = rpc_sync("worker3", look_up, at::tensor({1}));
+      dist_autograd::backward(context.id(), {rpc_sync("worker1", multiply, x, x).sum()});
+      EXPECT_TRUE(at::equal(get_gradients(context.id()).at(x), 2 * x));
+    }
+  });
+}
+
+// RPC-36
+TEST_F(DistAutograd, ContextsMayEndOnAnotherThread) {
+  lead([] {
+    auto context = std::make_unique<Context>();
+    std::thread([&] { context.reset(); }).join();
+    EXPECT_EQ(rpc_sync("worker1", current_context), -1);
+    auto other = std::make_unique<Context>();
+    std::thread([&] { other.reset(); }).join();
+    const Context after;
+    EXPECT_EQ(rpc_sync("worker1", current_context), after.id());
+  });
+  lead([] {
+    // A continuation leaves the thread that ran it as it was.
+    const rpc::Promise<void> promise;
+    rpc::Future<void> done;
+    std::thread([&] {
+      const Context context;
+      done = promise.future().then([] {});
+    }).join();
+    promise.set_value();
+    done.wait();
+    EXPECT_EQ(rpc::detail::current_context_id(), -1);
   });
 }
 
@@ -342,7 +422,8 @@ TEST_F(DistAutograd, EndsAtItsTimeLimit) {
     }
     const Context context;
     const auto y = rpc_sync("worker1", multiply, x, x);
-    const auto unused = rpc_sync("worker2", multiply, y, y);
+    // Whether somebody will use it nobody knows.
+    const auto kept = rpc::remote("worker2", multiply, y, y);
     expect_error([&] { dist_autograd::backward(context.id(), {(y * 2).sum()}, {.timeout = 300ms}); },
                  {str(context.id()), "300 ms", "'worker2'", "contribute to a root"});
   });

@@ -55,7 +55,11 @@ void with_a_victim(const std::function<void(int rank)>& survive) {
         EXPECT_TRUE(at::equal(rpc_sync(1 - world.rank(), multiply, x, x), x));
         rpc::barrier({"worker0", "worker1"});
         const auto begin = Clock::now();
-        expect_error([] { rpc::shutdown(true, 3s); }, {"worker2"});
+        // Whoever leaves second may hear of the first that has left instead.
+        const auto text = testing::expect_error([] { rpc::shutdown(true, 3s); }, {"worker"});
+        EXPECT_TRUE(text.find("worker2") != std::string::npos ||
+                    text.find(str("worker", 1 - world.rank())) != std::string::npos)
+            << text;
         EXPECT_LT(Clock::now() - begin, 20s);
         EXPECT_FALSE(rpc::is_initialised());
         if (!::testing::Test::HasFailure()) std::_Exit(kSawIt);

@@ -11,6 +11,7 @@
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/group.h"
 #include "lockstep/comm/world.h"
+#include "lockstep/rpc/box.h"
 #include "lockstep/rpc/call.h"
 #include "lockstep/rpc/dist_autograd.h"
 #include "lockstep/rpc/distributed_optimizer.h"
@@ -60,6 +61,7 @@ TEST(RpcLife, HasPythonsDefaults) {
   EXPECT_EQ(options.transports, std::nullopt);
   EXPECT_EQ(options.channels, std::nullopt);
   EXPECT_TRUE(options.device_maps.empty());
+  EXPECT_FALSE(options.fail_on_rref_leak);
 }
 
 // RPC-1, RPC-4, RPC-5
@@ -89,8 +91,15 @@ TEST(RpcLife, MeetsAtAnyStoreAndBeginsAgain) {
     init(world, {.init_method = "file://" + path});
     expect_calls_work(world);
     shutdown();
-    init(world, {.store = c10::make_intrusive<c10d::FileStore>(path + ".second", 2)});
+    const auto own = c10::make_intrusive<c10d::FileStore>(path + ".second", 2);
+    init(world, {.store = own});
+    EXPECT_GT(own->getNumKeys(), 0);
     expect_calls_work(world);
+    shutdown();
+    // Its own default limit.
+    init(world, {.rpc_timeout = 100ms});
+    EXPECT_EQ(rpc::rpc_timeout(), 100ms);
+    rpc::set_rpc_timeout(60s);
     shutdown();
     // As somebody else the contexts' ids would be another worker's.
     expect_error([&] { init_rpc(name(world), 1 - world.rank(), 2, {.store = world.store()}); },
@@ -267,6 +276,49 @@ TEST(RpcLife, EndsAloneAndAtOnceIfAsked) {
       expect_error([] { rpc_sync(rpc::Callee("worker1").within(5s), add, at::ones(1), at::ones(1)); }, {"worker1"});
       shutdown(false);
     }
+  });
+}
+
+// RPC-7, RPC-29
+TEST(RpcLife, LetsGoOfObjectsThatOthersStillReferTo) {
+  run(2, [](const World& world) {
+    rpc::RRef<at::Tensor> kept;
+    std::optional<rpc::RemoteModule<ScaleImpl>> module;
+    init(world, {.fail_on_rref_leak = true});
+    if (world.rank() == 0) {
+      kept = rpc::remote("worker1", add, at::ones(1), at::ones(1));
+      kept.to_here();
+      module.emplace("worker1", std::int64_t{2});
+      module->forward(at::ones(2));
+    }
+    shutdown();
+    EXPECT_TRUE(rpc::detail::living_boxes().empty());
+    // They are of the life before: told at once, and not after a time limit.
+    init(world);
+    if (world.rank() == 0) {
+      const auto begin = Clock::now();
+      expect_error([&] { kept.to_here(); }, {"before the last shutdown()", "Make it anew"});
+      expect_error([&] { module->forward(at::ones(2)); }, {"before the last shutdown()"});
+      expect_error([&] { rpc_sync("worker1", rpc::Function<void(rpc::RRef<at::Tensor>)>("any"), kept); },
+                   {"before the last shutdown()"});
+      EXPECT_LT(Clock::now() - begin, 5s);
+    }
+    rpc::barrier();
+    shutdown();
+  });
+}
+
+// RPC-10, RPC-4
+TEST(RpcLife, GathersAnewAfterOneWasMissed) {
+  run(2, [](const World& world) {
+    init(world);
+    if (world.rank() == 0) expect_error([] { rpc::barrier({}, 50ms); }, {"did not come"});
+    world.store()->set(str("done", world.rank()), "yes");
+    world.store()->wait({"done0", "done1"});
+    shutdown(/*graceful=*/false);
+    init(world);
+    expect_calls_work(world);
+    shutdown();
   });
 }
 

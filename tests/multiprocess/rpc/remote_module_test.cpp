@@ -1,4 +1,5 @@
 // Modules on other workers, and one optimizer for all of them.
+#include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/linear.h>
 
 #include "lockstep/base/str.h"
@@ -73,7 +74,8 @@ TEST(RemoteModules, RunOnTheirWorker) {
     }
     const RemoteModule<WordsImpl> broken("worker1", std::int64_t{-1});
     expect_error([&] { broken.forward(at::ones(4), 3, "tree"); }, {"worker1", "Words", "no size of -1"});
-    for (const auto* const text : {"", "/", "w/", "/cuda:0", "a/b/c", "rank:x", "worker1/gpu:x", "cuda:0", "cpu"}) {
+    for (const auto* const text :
+         {"", "/", "w/", "/cuda:0", "a/b/c", "rank:x", "rank:1x", "rank:-1", "worker1/gpu:x", "cuda:0", "cpu"}) {
       expect_error([&] { const RemoteModule<WordsImpl> module(text, std::int64_t{4}); },
                    {str("'", text, "'"), "worker/device, worker, rank:N/device or rank:N"});
     }
@@ -189,18 +191,19 @@ TEST(DistributedOptimizers, UseTheContextsGradientsAlone) {
     const auto weight = module.remote_parameters().at(0);
     const auto still = frozen.remote_parameters().at(0);
     rpc_sync("worker2", freeze, still);
-    DistributedOptimizer<torch::optim::SGD> optimizer({weight, still}, torch::optim::SGDOptions(0.5));
+    DistributedOptimizer<torch::optim::SGD> optimizer({weight, still}, torch::optim::SGDOptions(0.5).weight_decay(0.1));
     const auto before = weight.to_here();
     const auto frozen_before = still.to_here();
     rpc_sync("worker1", set_grad, weight, at::full({2, 2}, 100.0));
+    rpc_sync("worker2", set_grad, still, at::full({2, 2}, 100.0));
     {
       const dist_autograd::Context context;
       const auto loss = frozen.forward(module.forward(at::ones({1, 2}))).sum();
       dist_autograd::backward(context.id(), {loss});
       const auto gradient = rpc_sync("worker1", gradient_of, weight, context.id());
       optimizer.step(context.id());
-      EXPECT_TRUE(at::allclose(weight.to_here(), before - 0.5 * gradient));
-      EXPECT_TRUE(at::equal(still.to_here(), frozen_before));
+      EXPECT_TRUE(at::allclose(weight.to_here(), before - 0.5 * (gradient + 0.1 * before)));
+      EXPECT_TRUE(at::equal(still.to_here(), frozen_before)) << "neither .grad nor decay moves it";
       expect_error([&] { optimizer.step(context.id() + 1); }, {str(context.id() + 1)});
     }
     EXPECT_TRUE(at::equal(rpc_sync("worker1", set_grad, weight, at::Tensor()), at::full({2, 2}, 100.0)))
@@ -245,8 +248,105 @@ TEST(DistributedOptimizers, ListEveryWorkerThatFailed) {
         {first.remote_parameters()[0], second.remote_parameters()[0]});
     const dist_autograd::Context context;
     dist_autograd::backward(context.id(), {second.forward(first.forward(at::ones({1, 2}))).sum()});
+    rpc_sync("worker1", set_grad, first.remote_parameters()[0], at::full({2, 2}, 100.0));
     expect_error([&] { optimizer.step(context.id()); },
                  {"failed on 2 of 2", "worker 'worker1'", "worker 'worker2'", "the optimizer is doomed"});
+    EXPECT_TRUE(
+        at::equal(rpc_sync("worker1", set_grad, first.remote_parameters()[0], at::Tensor()), at::full({2, 2}, 100.0)))
+        << "a failed step leaves .grad alone too";
+  });
+}
+
+struct AloneOptions : torch::optim::OptimizerCloneableOptions<AloneOptions> {
+  void serialize(torch::serialize::InputArchive& /*archive*/) override {}
+  void serialize(torch::serialize::OutputArchive& /*archive*/) const override {}
+};
+struct Alone : torch::optim::Optimizer {
+  Alone(std::vector<at::Tensor> parameters, const AloneOptions& options)
+      : Optimizer({torch::optim::OptimizerParamGroup(std::move(parameters))}, std::make_unique<AloneOptions>(options)) {
+  }
+  at::Tensor step(LossClosure /*closure*/ = nullptr) override {
+    most = std::max<int>(most, ++running);
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    --running;
+    return {};
+  }
+  static inline std::atomic<int> running = 0;
+  static inline std::atomic<int> most = 0;
+};
+const auto most_at_once = rpc::function("most_at_once", [] { return static_cast<std::int64_t>(Alone::most); });
+
+// RPC-46
+TEST(DistributedOptimizers, StepOneAfterAnotherOnAWorker) {
+  run(3, [](int rank) {
+    rpc::register_optimizer<Alone, AloneOptions>();
+    rpc::barrier();
+    const RemoteModule<torch::nn::Linear> module("worker1", std::int64_t{2}, std::int64_t{2});
+    DistributedOptimizer<Alone, AloneOptions> optimizer(module.remote_parameters());
+    const dist_autograd::Context context;
+    dist_autograd::backward(context.id(), {module.forward(at::ones({1, 2})).sum()});
+    rpc::barrier();
+    optimizer.step(context.id());
+    rpc::barrier();
+    if (rank == 0) {
+      EXPECT_EQ(rpc_sync("worker1", most_at_once), 1);
+    }
+    rpc::barrier();
+  });
+}
+
+struct NestedImpl : torch::nn::Module {
+  explicit NestedImpl(std::int64_t size)
+      : own(register_parameter("own", at::ones(size))),
+        inner(register_module("inner", torch::nn::Linear(torch::nn::LinearOptions(size, size).bias(false)))),
+        norm(register_module("norm", torch::nn::BatchNorm1d(size))) {
+    tied = register_parameter("tied", own);
+  }
+  at::Tensor forward(at::Tensor x) { return norm->forward(inner->forward(x * own)); }
+  at::Tensor own;
+  torch::nn::Linear inner;
+  torch::nn::BatchNorm1d norm;
+  at::Tensor tied;
+};
+struct NullImpl : torch::nn::Module {
+  at::Tensor forward(at::Tensor x) { return x; }
+};
+const auto nested_class = rpc::module_class<NestedImpl>("Nested").constructor<std::int64_t>();
+const auto null_class = rpc::module_class<NullImpl>("Null").made_by([] { return std::shared_ptr<NullImpl>(); });
+const auto change = rpc::function("change", [](rpc::RRef<NestedImpl> module) {
+  auto& nested = module.local_value();
+  nested.to(at::kDouble);
+  nested.norm->eval();
+  nested.norm->running_mean.fill_(9);
+  nested.inner->weight.set_requires_grad(false);
+});
+const auto place_of = rpc::function("place_of", [](RemoteModule<NestedImpl> module) { return module.remote_device(); });
+
+// RPC-23, RPC-49, RPC-51, RPC-52, RPC-54
+TEST(RemoteModules, AreCopiedAsTheyAre) {
+  run(3, [](int rank) {
+    if (rank != 0) return;
+    const RemoteModule<NestedImpl> module("worker1", std::int64_t{3});
+    EXPECT_EQ(module.remote_parameters().size(), 4) << "a tied parameter comes once";
+    EXPECT_EQ(module.remote_parameters(/*recurse=*/false).size(), 1);
+    EXPECT_EQ(rpc_sync("worker2", place_of, module), "worker1");
+    {
+      const dist_autograd::Context context;
+      EXPECT_NE(module.forward_async(at::ones({2, 3})).wait().grad_fn(), nullptr);
+    }
+    rpc_sync("worker1", change, module.module_rref());
+    const auto copy = module.module_rref().to_here();
+    EXPECT_TRUE(copy->is_training());
+    EXPECT_FALSE(copy->norm->is_training());
+    EXPECT_TRUE(at::equal(copy->norm->running_mean, at::full({3}, 9.0, at::kDouble)));
+    EXPECT_EQ(copy->inner->weight.scalar_type(), at::kDouble);
+    EXPECT_EQ(copy->norm->running_mean.scalar_type(), at::kDouble);
+    EXPECT_FALSE(copy->inner->weight.requires_grad());
+    EXPECT_TRUE(copy->own.requires_grad());
+    const auto x = at::randn({4, 3}, at::kDouble);
+    EXPECT_TRUE(at::allclose(copy->forward(x), module.forward(x)));
+    const RemoteModule<NullImpl> null("worker1");
+    expect_error([&] { null.forward(at::ones(1)); }, {"worker1", "returned null"});
   });
 }
 

@@ -28,6 +28,7 @@ class Counter {
   Counter(const Counter&) = delete;
   Counter& operator=(const Counter&) = delete;
   std::int64_t add(std::int64_t by) { return value_ += by; }
+  std::int64_t subtract(std::int64_t by) { return value_ -= by; }
   std::int64_t value() const { return value_; }
 
   static inline std::atomic<int> living = 0;
@@ -41,6 +42,7 @@ using TensorRef = RRef<at::Tensor>;
 const auto counter_class = rpc::class_<Counter>("rref.Counter")
                                .constructor<std::int64_t>()
                                .method("add", &Counter::add)
+                               .method("subtract", &Counter::subtract)
                                .method("value", &Counter::value);
 const auto living = rpc::function("rref.living", [] { return static_cast<std::int64_t>(Counter::living); });
 const auto add = rpc::function("rref.add", [](at::Tensor a, at::Tensor b) { return a + b; });
@@ -84,6 +86,12 @@ TEST_F(RRefs, KnowTheirOwnerAndCallItsMethods) {
     EXPECT_EQ(counter.rpc_sync(&Counter::add, 2), 12);
     EXPECT_EQ(counter.rpc_async(&Counter::add, 5).wait(), 17);
     EXPECT_EQ(counter.remote(&Counter::add, 7).to_here(), 24);
+    EXPECT_EQ(counter.rpc_sync(&Counter::subtract, 4), 20) << "another method of the same type";
+    const auto slow = rpc::remote("worker1", slow_counter, 300);
+    EXPECT_FALSE(slow.confirmed_by_owner());
+    EXPECT_EQ(slow.rpc_sync(&Counter::value), 300);
+    expect_error([] { rpc::remote("worker1", slow_counter, 500).within(50ms).rpc_sync(&Counter::value); },
+                 {"gave no answer in time", "50 ms"});
     EXPECT_TRUE(rpc::eventually([&] { return counter.confirmed_by_owner(); }));
     EXPECT_EQ(counter.to_string().find("RRef(0, "), 0) << counter;
     EXPECT_NE(counter.to_string(), rpc::remote<Counter>("worker1", 1).to_string());
@@ -219,7 +227,7 @@ TEST_F(RRefs, CannotBeSaved) {
   });
 }
 
-const auto scaled_sum = rpc::function("rref.scaled_sum", [](at::Tensor x) { return (x * 2).sum(); });
+const auto scaled_sum = rpc::function("rref.scaled_sum", [](at::Tensor x) { return (x * x).sum(); });
 const auto a_string = rpc::function("rref.a_string", [] { return std::string("no tensor"); });
 
 // RPC-30
@@ -233,6 +241,7 @@ TEST_F(RRefs, StartBackwardsAtTheirOwner) {
       EXPECT_TRUE(at::equal(dist_autograd::get_gradients(context.id()).at(x), at::full({3}, 2.0)));
       loss.backward(context.id());
       EXPECT_TRUE(at::equal(dist_autograd::get_gradients(context.id()).at(x), at::full({3}, 4.0)));
+      expect_error([&] { loss.backward(context.id()); }, {"second time"});
     }
     {
       // Of the owner's own, in a context.

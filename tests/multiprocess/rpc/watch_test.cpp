@@ -41,6 +41,12 @@ TEST(RpcWatch, TellsOfAFrozenWorkerInTime) {
         EXPECT_EQ(silent, std::vector<std::string>{"worker2"});
       }
       EXPECT_EQ(rpc::silent_workers(), std::vector<std::string>{"worker2"});
+      // Once, however long it is silent.
+      std::this_thread::sleep_for(1200ms);
+      {
+        const std::lock_guard lock(mutex);
+        EXPECT_EQ(silent.size(), 1);
+      }
       ::kill(pid, SIGCONT);
       for (int i = 0; i < 2000 && !rpc::silent_workers().empty(); ++i) std::this_thread::sleep_for(5ms);
       EXPECT_TRUE(rpc::silent_workers().empty()) << "it is there again";
