@@ -149,12 +149,11 @@ bool is_random(const c10::OperatorHandle& op) {
   return op.hasTag(at::Tag::nondeterministic_seeded);
 }
 
-torch::jit::Stack run_for_shapes(const OperatorCall& call, bool moves, const char* remedy) {
+torch::jit::Stack run_for_shapes(const OperatorCall& call, bool moves, const char* who, const char* remedy) {
   const NotIntercepted not_intercepted;
   const auto& op = call.op();
   TORCH_CHECK(
-      !op.hasTag(at::Tag::data_dependent_output) && !op.hasTag(at::Tag::dynamic_output_shape),
-      "[lockstep/intercept] deferred_init: ", call.name(),
+      !op.hasTag(at::Tag::data_dependent_output) && !op.hasTag(at::Tag::dynamic_output_shape), who, ": ", call.name(),
       " needs the values of a tensor that has no memory yet (item(), nonzero(), comparing, indexing by a mask). ",
       remedy);
   try {
@@ -162,9 +161,8 @@ torch::jit::Stack run_for_shapes(const OperatorCall& call, bool moves, const cha
   } catch (const c10::NotImplementedError&) {
     return run_on_zeros(call, moves);
   } catch (const c10::Error& error) {
-    TORCH_CHECK(
-        false, error.what_without_backtrace(), "\n[lockstep/intercept] while deferring ", call.name(),
-        " on tensors that have no memory yet. If it is right with memory, build that part outside of the scope.");
+    TORCH_CHECK(false, error.what_without_backtrace(), "\n", who, ": while running ", call.name(),
+                " on tensors that have no memory. If it is right with memory, do that part outside of the scope.");
   }
 }
 
