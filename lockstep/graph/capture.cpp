@@ -128,6 +128,7 @@ class CaptureScope final : public OperatorScope {
   ValueId known(const at::Tensor& tensor, const std::string& where) {
     const auto found = ids_.find(tensor.unsafeGetTensorImpl());
     if (found != ids_.end()) return found->second;
+    if (const auto same = twin_of(tensor)) return *same;
     TORCH_CHECK(!tensor.is_meta(), kWho, ": ", where, ", ", TensorLook::of(tensor).to_string(),
                 ", was made by no operator, as data() does. Use detach().");
     TORCH_CHECK(!tensor.requires_grad(), kWho, ": ", where, ", ", TensorLook::of(tensor).to_string(),
@@ -136,6 +137,23 @@ class CaptureScope final : public OperatorScope {
                 ". Register it, or pass it to forward().");
     enter(tensor, ValueKind::kConstant, str("constant", graph_.count(ValueKind::kConstant)));
     return ids_.at(tensor.unsafeGetTensorImpl());
+  }
+
+  /// torch::ones() and its like give what at::ones() made another TensorImpl. With gradients it would be data(), which
+  /// cuts them off without a word to anybody.
+  std::optional<ValueId> twin_of(const at::Tensor& tensor) {
+    if (!tensor.is_meta() || !tensor.has_storage()) return std::nullopt;
+    for (auto each = kept_.rbegin(); each != kept_.rend(); ++each) {
+      if (!each->is_meta() || each->requires_grad() || !each->is_alias_of(tensor) || each->sizes() != tensor.sizes() ||
+          each->strides() != tensor.strides() || each->storage_offset() != tensor.storage_offset() ||
+          each->scalar_type() != tensor.scalar_type()) {
+        continue;
+      }
+      const auto id = ids_.at(each->unsafeGetTensorImpl());
+      remember(tensor, id);
+      return id;
+    }
+    return std::nullopt;
   }
 
   std::optional<ValueId> take(const at::Tensor& tensor, const OperatorCall& call, Node& node) {

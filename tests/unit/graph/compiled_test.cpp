@@ -105,6 +105,248 @@ TEST(GraphCompiled, GivesTheBitsOfTheModule) {
   }
 }
 
+// GRAPH-8
+TEST(GraphCompiled, CapturesAnewForWhatItBakedIn) {
+  Compiled<Mlp> model;
+  const auto captures_after = [&](const at::Tensor& x) {
+    const auto y = model->forward(x);
+    EXPECT_TRUE(at::equal(y, static_cast<MlpImpl&>(*model).MlpImpl::forward(x)));
+    return model->compiler().captures();
+  };
+  EXPECT_EQ(captures_after(torch::randn({4, 8})), 1);
+  EXPECT_EQ(captures_after(torch::randn({4, 8})), 1);
+  EXPECT_EQ(captures_after(torch::randn({7, 8})), 2) << "another batch size";
+  EXPECT_EQ(captures_after(torch::randn({4, 8})), 2) << "the first fits again";
+  EXPECT_EQ(captures_after(torch::randn({8, 4}).t()), 3) << "other strides";
+  EXPECT_EQ(captures_after(torch::randn({4, 8}).requires_grad_()), 4) << "a gradient for the input";
+  model->eval();
+  EXPECT_EQ(captures_after(torch::randn({4, 8})), 5);
+  model->train();
+  {
+    const torch::NoGradGuard no_grad;
+    EXPECT_EQ(captures_after(torch::randn({4, 8})), 6);
+  }
+  model->layers[0]->weight.set_requires_grad(false);
+  EXPECT_EQ(captures_after(torch::randn({4, 8})), 7);
+  model->to(at::kDouble);
+  EXPECT_EQ(captures_after(torch::randn({4, 8}, at::kDouble)), 8);
+  // No more than it may; the module runs as it is.
+  EXPECT_EQ(captures_after(torch::randn({5, 8}, at::kDouble)), 8);
+}
+
+// GRAPH-8
+TEST(GraphCompiled, ReadsParametersThatAreThereNow) {
+  Compiled<Mlp> model;
+  const auto x = torch::randn({4, 8});
+  model->forward(x);
+  {
+    const torch::NoGradGuard no_grad;
+    for (auto& parameter : model->parameters()) parameter.mul_(2);
+  }
+  EXPECT_TRUE(at::equal(model->forward(x), static_cast<MlpImpl&>(*model).MlpImpl::forward(x)));
+  std::stringstream file;
+  Mlp other;
+  torch::save(other, file);
+  torch::load(model, file);
+  EXPECT_TRUE(at::equal(model->forward(x), other->forward(x)));
+  EXPECT_EQ(model->compiler().captures(), 1);
+}
+
+struct RichImpl : torch::nn::Module {
+  RichImpl() : layer(register_module("layer", torch::nn::Linear(4, 4))) {}
+  using Outputs = std::tuple<at::Tensor, std::map<std::string, std::vector<at::Tensor>>, int>;
+  Outputs forward(std::pair<at::Tensor, std::vector<at::Tensor>> inputs, double scale, std::optional<at::Tensor> mask,
+                  std::string mode) {
+    auto y = layer->forward(inputs.first) * scale;
+    for (const auto& each : inputs.second) y = y + each;
+    if (mask) y = y * *mask;
+    if (mode == "double") y = y * 2;
+    return {y, {{"all", {y, inputs.first}}}, static_cast<int>(inputs.second.size())};
+  }
+  torch::nn::Linear layer;
+};
+TORCH_MODULE(Rich);
+
+// GRAPH-9
+TEST(GraphCompiled, TakesApartArgumentsAndResults) {
+  Rich plain;
+  Compiled<Rich> model(*plain);
+  const auto x = torch::randn({2, 4});
+  const auto expect = [&](std::vector<at::Tensor> more, double scale, std::optional<at::Tensor> mask,
+                          std::string mode) {
+    const auto [y, map, count] = model->forward({x, more}, scale, mask, mode);
+    const auto [wanted, wanted_map, wanted_count] = plain->forward({x, more}, scale, mask, mode);
+    EXPECT_TRUE(at::equal(y, wanted));
+    EXPECT_TRUE(at::equal(map.at("all")[0], wanted));
+    EXPECT_TRUE(map.at("all")[1].is_same(x));
+    EXPECT_EQ(count, wanted_count);
+    return model->compiler().captures();
+  };
+  EXPECT_EQ(expect({}, 1.5, std::nullopt, "plain"), 1);
+  EXPECT_EQ(expect({x, x * 2}, 1.5, std::nullopt, "plain"), 2);
+  EXPECT_EQ(expect({x, x * 2}, 2.5, std::nullopt, "plain"), 3) << "numbers are baked in, and guarded";
+  EXPECT_EQ(expect({x, x * 2}, 2.5, torch::ones({2, 4}), "plain"), 4);
+  EXPECT_EQ(expect({x, x * 2}, 2.5, torch::ones({2, 4}), "double"), 5);
+  EXPECT_EQ(expect({x, x * 3}, 2.5, torch::zeros({2, 4}), "double"), 5);
+}
+
+struct OwnFunction : torch::autograd::Function<OwnFunction> {
+  static at::Tensor forward(torch::autograd::AutogradContext* /*context*/, const at::Tensor& x) { return x * 2; }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* /*context*/,
+                                                 torch::autograd::variable_list grads) {
+    return {grads[0] * 100};
+  }
+};
+at::Tensor closure_weight() {
+  static const auto weight = torch::ones({4}).requires_grad_();
+  return weight;
+}
+struct OddImpl : torch::nn::Module {
+  explicit OddImpl(std::string kind)
+      : kind(std::move(kind)), layer(register_module("layer", torch::nn::Linear(4, 4))) {}
+  at::Tensor forward(const at::Tensor& x) {
+    auto y = layer->forward(x);
+    if (kind == "item") return y.sum().item<double>() > 0 ? y : -y;
+    if (kind == "mask") return y.masked_select(y > 0).sum();
+    if (kind == "function") return OwnFunction::apply(y);
+    if (kind == "closure") return y * closure_weight();
+    if (kind == "data") return y + y.data();
+    if (kind == "inference") {
+      const c10::InferenceMode mode;
+      return x * 2;
+    }
+    if (kind == "nograd") {
+      const torch::NoGradGuard no_grad;
+      y = y * 1;
+    } else if (kind == "detached") {
+      y = y + y.detach() * 3;
+    } else if (kind == "made") {
+      y = y + torch::arange(4, x.options()) + torch::ones({4});
+    }
+    return y;
+  }
+  std::string kind;
+  torch::nn::Linear layer;
+};
+TORCH_MODULE(Odd);
+
+// GRAPH-6, GRAPH-8, GRAPH-22
+TEST(GraphCompiled, RefusesWhatAGraphCannotHold) {
+  const auto x = torch::randn({3, 4});
+  closure_weight();
+  const auto refuses = [&](const char* kind, const std::vector<std::string>& words) {
+    Compiled<Odd> model(kind);
+    expect_error([&] { model->forward(x); }, words);
+  };
+  refuses("item", {"aten::", "needs the values", "must not depend"});
+  refuses("mask", {"aten::masked_select"});
+  refuses("function", {"autograd function", "OwnFunction", "outside"});
+  refuses("closure", {"needs gradients", "'layer.", "Register it"});
+  refuses("data", {"made by no operator", "detach()"});
+  refuses("inference", {"InferenceMode"});
+  // Nothing is left behind: the thread's operators are its own again.
+  EXPECT_FALSE(graph::is_capturing());
+  EXPECT_EQ(torch::ones({1}).item<float>(), 1);
+}
+
+// GRAPH-38
+TEST(GraphCompiled, LeavesWithoutGradientsWhatTheForwardDoes) {
+  for (const auto* const backend : {"eager", "autograd"}) {
+    for (const auto* const kind : {"nograd", "detached", "made"}) {
+      Odd plain(kind);
+      Compiled<Odd> model(*plain);
+      model->set_compile_options({.backend = backend});
+      const auto x = torch::randn({3, 4});
+      auto a = x.clone().requires_grad_();
+      auto b = x.clone().requires_grad_();
+      const auto expected = plain->forward(a);
+      const auto got = model->forward(b);
+      EXPECT_TRUE(at::equal(got, expected));
+      EXPECT_EQ(got.requires_grad(), expected.requires_grad()) << kind;
+      if (!expected.requires_grad()) continue;
+      const auto wanted = torch::autograd::grad({expected.pow(2).sum()}, {a, plain->layer->weight});
+      const auto gradients = torch::autograd::grad({got.pow(2).sum()}, {b, model->layer->weight});
+      for (std::size_t i = 0; i < wanted.size(); ++i) EXPECT_TRUE(at::equal(gradients[i], wanted[i])) << kind << i;
+    }
+  }
+}
+
+// GRAPH-1, GRAPH-38
+TEST(GraphCompiled, IsOneNodeOfAutogradAndMayBeRetained) {
+  Compiled<Mlp> model;
+  model->set_compile_options({.backend = "autograd"});
+  const auto x = torch::randn({3, 8});
+  const auto y = model->forward(x);
+  EXPECT_NE(y.grad_fn()->name().find("PartFunction"), std::string::npos) << y.grad_fn()->name();
+  const auto loss = y.sum();
+  loss.backward({}, /*retain_graph=*/true);
+  const auto once = model->layers[0]->weight.grad().clone();
+  loss.backward();
+  EXPECT_TRUE(at::allclose(model->layers[0]->weight.grad(), 2 * once));
+  expect_error([&] { loss.backward(); }, {"second time"});
+  // Second derivatives are refused in words.
+  auto input = torch::randn({3, 8}).requires_grad_();
+  expect_error([&] { torch::autograd::grad({model->forward(input).sum()}, {input}, {}, true, /*create_graph=*/true); },
+               {"differentiated once", "'eager'"});
+  Compiled<Mlp> twice;
+  twice->set_compile_options({.backend = "eager"});
+  const auto first = torch::autograd::grad({twice->forward(input).pow(2).sum()}, {input}, {}, true, true);
+  EXPECT_TRUE(first[0].requires_grad());
+}
+
+// GRAPH-4, GRAPH-31 to GRAPH-33
+TEST(GraphCompiled, HandsPartsToABackend) {
+  std::vector<std::string> seen;
+  int parts = 0;
+  CompileOptions options;
+  options.custom_backend = [&](const graph::Graph& part,
+                               const std::vector<at::Tensor>& examples) -> graph::GraphFunction {
+    EXPECT_EQ(examples.size(), part.inputs.size());
+    for (std::size_t i = 0; i < examples.size(); ++i) {
+      const auto& value = part.values[part.inputs[i]];
+      EXPECT_EQ(examples[i].is_meta(), value.kind != graph::ValueKind::kParameter) << value.name;
+      EXPECT_EQ(examples[i].sizes(), at::IntArrayRef(value.look.sizes));
+      EXPECT_EQ(examples[i].requires_grad(), value.look.requires_grad);
+    }
+    ++parts;
+    return graph::backend_named("eager")(part, examples);
+  };
+  options.dump = [&](const std::string& what, const std::string& text) {
+    seen.push_back(what + ": " + text.substr(0, 5));
+  };
+  Compiled<Mlp> model;
+  model->set_compile_options(options);
+  const auto x = torch::randn({3, 8});
+  EXPECT_TRUE(at::equal(model->forward(x), static_cast<MlpImpl&>(*model).MlpImpl::forward(x)));
+  EXPECT_EQ(parts, 1) << "no wrapper, no cut";
+  EXPECT_EQ(seen.front(), "original: graph");
+  EXPECT_EQ(model->compiler().program().parts()[0].name, "compiled_part_0");
+  expect_error(
+      [] {
+        Compiled<Mlp> other;
+        other->set_compile_options({.backend = "no such"});
+        other->forward(torch::ones({1, 8}));
+      },
+      {"no backend 'no such'", "autograd, eager, executor"});
+  expect_error([] { graph::register_backend("eager", graph::backend_named("eager")); }, {"'eager'"});
+  expect_error([] { graph::register_backend("null", nullptr); }, {"null"});
+  expect_error([&] { model->set_compile_options({}); }, {"after the first forward"});
+}
+
+// GRAPH-36
+TEST(GraphCompiled, RunsAPartAsItWasCapturedIfTheBackendFails) {
+  CompileOptions options;
+  options.custom_backend = [](const graph::Graph&, const std::vector<at::Tensor>&) -> graph::GraphFunction {
+    throw std::runtime_error("it is too hard");
+  };
+  Compiled<Mlp> model;
+  model->set_compile_options(options);
+  const auto x = torch::randn({3, 8});
+  EXPECT_TRUE(at::equal(model->forward(x), static_cast<MlpImpl&>(*model).MlpImpl::forward(x)));
+  EXPECT_FALSE(model->compiler().program().parts()[0].is_compiled);
+  EXPECT_NE(model->compiler().program().describe().find("as it was captured"), std::string::npos);
+}
+
 // GRAPH-4, GRAPH-37
 TEST(GraphCompiled, RunsThroughTorchScript) {
   expect_same<Mlp>({.backend = "executor"}, torch::randn({3, 8}), /*is_exact=*/false);
