@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "lockstep/checkpointing/policy.h"
+#include "lockstep/nn/capture_mark.h"
 #include "lockstep/nn/tensor_tree.h"
 
 namespace torch::nn {
@@ -148,6 +149,7 @@ decltype(auto) checkpoint(const CheckpointOptions& options, F&& function, Args&&
                 "checkpoint() keeps its arguments until backward: give it a vector instead of an ArrayRef or a span.");
   static_assert((std::is_copy_constructible_v<std::decay_t<Args>> && ...),
                 "checkpoint() keeps copies of its arguments until backward: give it a shared_ptr to what has none.");
+  check_not_capturing("checkpoint()");
   if (!c10::GradMode::is_enabled()) return detail::call(function, std::forward<Args>(args)...);
   using Kept = std::pair<std::decay_t<F>, std::tuple<std::decay_t<Args>...>>;
   const auto kept = std::make_shared<Kept>(std::piecewise_construct, std::forward_as_tuple(std::as_const(function)),

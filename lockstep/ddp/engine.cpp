@@ -18,6 +18,7 @@
 #include "lockstep/ddp/logger.h"
 #include "lockstep/ddp/low_precision.h"
 #include "lockstep/ddp/state_sync.h"
+#include "lockstep/nn/capture_mark.h"
 #include "lockstep/nn/output_marks.h"
 #include "lockstep/nn/output_sink.h"
 
@@ -246,6 +247,7 @@ void DdpEngine::check_context() const {
 }
 
 void DdpEngine::pre_forward() {
+  check_not_capturing("DistributedDataParallel");
   check_no_new_parameters();
   if (c10::GradMode::is_enabled() && detail::is_in_autograd_context()) check_context();
   if (per_parameter_) per_parameter_->refresh_hooks();

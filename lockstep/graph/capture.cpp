@@ -15,13 +15,13 @@
 #include "lockstep/intercept/operator_scope.h"
 #include "lockstep/intercept/shape_run.h"
 #include "lockstep/intercept/tensor_rule.h"
+#include "lockstep/nn/capture_mark.h"
+#include "lockstep/nn/saved_tensors.h"
 
 namespace lockstep::graph {
 namespace {
 
 constexpr auto kWho = "[lockstep/graph] capture";
-
-thread_local int captures_under_way = 0;
 
 class CaptureScope final : public OperatorScope {
  public:
@@ -280,11 +280,10 @@ class CaptureScope final : public OperatorScope {
   std::unordered_map<c10::StorageImpl*, std::size_t> groups_;
 };
 
-struct Capturing {
-  Capturing() { ++captures_under_way; }
-  ~Capturing() { --captures_under_way; }
-  Capturing(const Capturing&) = delete;
-  Capturing& operator=(const Capturing&) = delete;
+/// Fakes are nobody's activations: a checkpoint around the capture must not count them.
+class SavedAsTheyAre final : public lockstep::detail::SavingRule {
+ public:
+  std::unique_ptr<torch::autograd::SavedVariableHooks> hooks() override { return nullptr; }
 };
 
 }  // namespace
@@ -300,10 +299,11 @@ std::vector<OuterTensor> outer_tensors(const torch::nn::Module& module) {
 Graph capture(const std::vector<at::Tensor>& inputs, const std::vector<OuterTensor>& outer,
               const std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>& fakes)>& forward) {
   const auto scope = std::make_shared<CaptureScope>(inputs, outer);
-  const Capturing capturing;
+  const CaptureMark capturing;
   std::vector<at::Tensor> outputs;
   {
     const EnterScope entered(scope);
+    const lockstep::detail::EnterSaving saving(std::make_shared<SavedAsTheyAre>());
     outputs = forward(scope->fakes());
   }
   return scope->finish(outputs);
@@ -315,10 +315,6 @@ AutocastState autocast_state() {
     if (at::autocast::is_autocast_enabled(device)) state.emplace_back(device, at::autocast::get_autocast_dtype(device));
   }
   return state;
-}
-
-bool is_capturing() {
-  return captures_under_way > 0;
 }
 
 }  // namespace lockstep::graph

@@ -36,7 +36,4 @@ Graph capture(const std::vector<at::Tensor>& inputs, const std::vector<OuterTens
 using AutocastState = std::vector<std::pair<at::DeviceType, at::ScalarType>>;
 AutocastState autocast_state();
 
-/// True on a thread that is inside of capture().
-bool is_capturing();
-
 }  // namespace lockstep::graph

@@ -3,8 +3,10 @@
 
 #include <torch/torch.h>
 
+#include "examples/gpt/model.h"
+#include "lockstep/checkpointing/checkpoint.h"
+#include "lockstep/nn/capture_mark.h"
 #include "lockstep/testing/checks.h"
-#include "tests/support/error_text.h"
 
 namespace lockstep::graph_compiled_test {
 namespace {
@@ -103,6 +105,58 @@ TEST(GraphCompiled, GivesTheBitsOfTheModule) {
     expect_same<ConvNet>({.backend = backend}, torch::randn({4, 2, 5, 5}));
     expect_same<AttentionNet>({.backend = backend}, torch::randn({5, 2, 8}));
   }
+}
+
+struct SmallGptImpl : examples::GptImpl {
+  SmallGptImpl() : GptImpl({.vocabulary = 16, .context = 8, .layers = 2, .heads = 2, .width = 16}) {}
+};
+TORCH_MODULE(SmallGpt);
+
+struct RecurrentImpl : torch::nn::Module {
+  RecurrentImpl()
+      : lstm(register_module("lstm", torch::nn::LSTM(torch::nn::LSTMOptions(4, 6).num_layers(2)))),
+        head(register_module("head", torch::nn::Linear(6, 2))) {}
+  at::Tensor forward(const at::Tensor& x) { return head->forward(std::get<0>(lstm->forward(x))); }
+  torch::nn::LSTM lstm;
+  torch::nn::Linear head;
+};
+TORCH_MODULE(Recurrent);
+
+// GRAPH-38
+TEST(GraphCompiled, TakesTheDemosGptAndRecurrentLayers) {
+  const auto ids = torch::randint(16, {2, 8});
+  for (const auto* const backend : {"eager", "autograd"}) {
+    torch::manual_seed(1);
+    SmallGpt plain;
+    Compiled<SmallGpt> model;
+    {
+      const torch::NoGradGuard no_grad;
+      const auto wanted = plain->named_parameters();
+      for (auto& item : model->named_parameters()) item.value().copy_(wanted[item.key()]);
+    }
+    model->set_compile_options({.backend = backend});
+    const auto expected = plain->forward(ids);
+    const auto got = model->forward(ids);
+    EXPECT_TRUE(at::equal(got, expected));
+    expected.pow(2).sum().backward();
+    got.pow(2).sum().backward();
+    for (auto& item : model->named_parameters()) {
+      EXPECT_TRUE(at::equal(item.value().grad(), plain->named_parameters()[item.key()].grad())) << item.key();
+    }
+    expect_same<Recurrent>({.backend = backend}, torch::randn({5, 3, 4}));
+  }
+}
+
+// GRAPH-40
+TEST(GraphCompiled, MayBeCheckpointed) {
+  Mlp plain;
+  Compiled<Mlp> model(*plain);
+  const auto x = torch::randn({3, 8});
+  plain->forward(x).pow(2).sum().backward();
+  const auto wanted = plain->layers[1]->weight.grad().clone();
+  plain->zero_grad();
+  checkpoint([&](const at::Tensor& each) { return model->forward(each); }, x).pow(2).sum().backward();
+  EXPECT_TRUE(at::equal(model->layers[1]->weight.grad(), wanted));
 }
 
 // GRAPH-8
@@ -211,6 +265,7 @@ struct OddImpl : torch::nn::Module {
     if (kind == "function") return OwnFunction::apply(y);
     if (kind == "closure") return y * closure_weight();
     if (kind == "data") return y + y.data();
+    if (kind == "checkpoint") return checkpoint([this](const at::Tensor& each) { return layer->forward(each); }, y);
     if (kind == "inference") {
       const c10::InferenceMode mode;
       return x * 2;
@@ -244,8 +299,9 @@ TEST(GraphCompiled, RefusesWhatAGraphCannotHold) {
   refuses("closure", {"needs gradients", "'layer.", "Register it"});
   refuses("data", {"made by no operator", "detach()"});
   refuses("inference", {"InferenceMode"});
+  refuses("checkpoint", {"checkpoint()", "around the compiled module"});
   // Nothing is left behind: the thread's operators are its own again.
-  EXPECT_FALSE(graph::is_capturing());
+  EXPECT_FALSE(is_capturing());
   EXPECT_EQ(torch::ones({1}).item<float>(), 1);
 }
 
