@@ -64,7 +64,7 @@ void expect_equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor
 
 }  // namespace
 
-// GRAPH-2, GRAPH-38, GRAPH-40
+// GRAPH-2, GRAPH-35, GRAPH-38, GRAPH-40
 TEST(GraphDdp, TrainsAsWithoutInAllModes) {
   testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
     const std::map<std::string, DdpOptions> modes = {
@@ -87,6 +87,9 @@ TEST(GraphDdp, TrainsAsWithoutInAllModes) {
           const auto compiler = compile(ddp, {.backend = backend, .aligns_buckets = aligns});
           expect_equal(train(ddp, world.rank(), 4, accumulates), expected, name + backend);
           EXPECT_EQ(compiler->program().parts().size(), options.per_parameter ? 1 : 3) << name;
+          if (!options.per_parameter) {
+            EXPECT_NE(compiler->program().parts()[1].reason.find("SplitMode::kOff"), std::string::npos);
+          }
           if (aligns) {
             EXPECT_EQ(ddp.bucket_plan().buckets().size(), 3);
           }

@@ -217,7 +217,7 @@ struct InPlaceImpl : torch::nn::Module {
 };
 TORCH_MODULE(InPlace);
 
-// GRAPH-18, GRAPH-28
+// GRAPH-18, GRAPH-28, GRAPH-44
 TEST(GraphSplit, DoesNotCutThroughMemoryThatIsWritten) {
   for (const int kind : {0, 1}) {
     InPlace model(kind);
