@@ -40,7 +40,7 @@ class Runner {
         run_node(graph_.nodes[n], environment);
       } catch (const c10::Error& error) {
         TORCH_CHECK(false, error.what_without_backtrace(), "\n[lockstep/graph] while running ", graph_.nodes[n].name(),
-                    " (node ", n, "), behind ", graph_.nodes[n].place, " of the captured forward.");
+                    " (node ", n, "), at ", graph_.nodes[n].place, " of the captured forward.");
       }
       for (const auto id : dead_after_[n]) environment[id] = at::Tensor();
     }

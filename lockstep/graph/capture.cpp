@@ -58,9 +58,10 @@ class CaptureScope final : public OperatorScope {
               .writes = {},
               .is_random = detail::is_random(call.op()),
               .is_without_gradients = has_gradients_ && !c10::GradMode::is_enabled(),
-              .place = last_parameter_.empty() ? std::string("the beginning") : str("'", last_parameter_, "'")};
+              .place = ""};
     std::vector<at::Tensor> originals;
     for (std::size_t i = 0; i < call.argument_count(); ++i) node.arguments.push_back(take(call, i, node, originals));
+    node.place = last_parameter_.empty() ? std::string("the beginning") : str("'", last_parameter_, "'");
     // A move to another device must be seen as one, though all devices are meta here.
     auto results = detail::run_for_shapes(
         call, /*moves=*/false, kWho,
@@ -280,6 +281,14 @@ class CaptureScope final : public OperatorScope {
   std::unordered_map<c10::StorageImpl*, std::size_t> groups_;
 };
 
+class FakeScope final : public OperatorScope {
+ public:
+  FakeScope() : OperatorScope(Sees::kProgram) {}
+  void on_operator(OperatorCall& call) override {
+    call.replace(detail::run_for_shapes(call, /*moves=*/false, kWho, "Fakes have none."));
+  }
+};
+
 /// Fakes are nobody's activations: a checkpoint around the capture must not count them.
 class SavedAsTheyAre final : public lockstep::detail::SavingRule {
  public:
@@ -307,6 +316,13 @@ Graph capture(const std::vector<at::Tensor>& inputs, const std::vector<OuterTens
     outputs = forward(scope->fakes());
   }
   return scope->finish(outputs);
+}
+
+std::vector<at::Tensor> run_on_fakes(
+    const std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>& inputs)>& function,
+    const std::vector<at::Tensor>& fakes) {
+  const EnterScope entered(std::make_shared<FakeScope>());
+  return function(fakes);
 }
 
 AutocastState autocast_state() {

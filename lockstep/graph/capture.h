@@ -32,6 +32,11 @@ std::vector<OuterTensor> outer_tensors(const torch::nn::Module& module);
 Graph capture(const std::vector<at::Tensor>& inputs, const std::vector<OuterTensor>& outer,
               const std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>& fakes)>& forward);
 
+/// Calls `function` on tensors without elements, also through operators that libtorch has no kernel of for them.
+std::vector<at::Tensor> run_on_fakes(
+    const std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>& inputs)>& function,
+    const std::vector<at::Tensor>& fakes);
+
 /// Which of autocast's devices are on, and in which type.
 using AutocastState = std::vector<std::pair<at::DeviceType, at::ScalarType>>;
 AutocastState autocast_state();

@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "lockstep/base/str.h"
+#include "lockstep/graph/capture.h"
 
 namespace lockstep::graph {
 namespace {
@@ -95,9 +96,9 @@ void Program::compile(std::size_t index, const std::vector<at::Tensor>& outer) {
     const at::NoGradGuard no_grad;
     std::vector<at::Tensor> fakes;
     for (const auto id : part.inputs) fakes.push_back(known_looks_[id].fake().detach());
-    const auto outputs = compiled.function(fakes);
+    const auto outputs = run_on_fakes(compiled.function, fakes);
     for (std::size_t i = 0; i < outputs.size() && i < part.outputs.size(); ++i) {
-      if (!outputs[i].defined() || !outputs[i].is_meta()) continue;
+      if (!outputs[i].defined() || !outputs[i].is_meta() || outputs[i].sizes() != compiled.looks[i].sizes) continue;
       auto& look = known_looks_[part.outputs[i]];
       look.strides = outputs[i].strides().vec();
       compiled.looks[i] = look;

@@ -267,4 +267,46 @@ TEST(GraphDdp, CompiledModulesGoWhereModulesGo) {
   });
 }
 
+struct PairImpl : torch::nn::Module {
+  PairImpl() {
+    register_module("front", front);
+    register_module("back", back);
+  }
+  at::Tensor forward(const at::Tensor& x) { return back->forward(front->forward(x)); }
+  Compiled<Net> front{4};
+  Compiled<Net> back{4};
+};
+TORCH_MODULE(Pair);
+struct PlainPairImpl : torch::nn::Module {
+  PlainPairImpl() {
+    register_module("front", front);
+    register_module("back", back);
+  }
+  at::Tensor forward(const at::Tensor& x) { return back->forward(front->forward(x)); }
+  Net front{4};
+  Net back{4};
+};
+TORCH_MODULE(PlainPair);
+
+// GRAPH-10
+TEST(GraphDdp, SeveralGraphsAreCutOneByOne) {
+  testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
+    const DdpOptions options{.bucket_cap_mb = 2 * kLayerMb};
+    DistributedDataParallel<Pair> ddp(filled(Pair()), options);
+    DistributedDataParallel<PlainPair> reference(filled(PlainPair()), options);
+    for (int step = 0; step < 3; ++step) {
+      const auto x = drawn({4, 16}, 10 * step + world.rank());
+      ddp.zero_grad();
+      reference.zero_grad();
+      ddp(x).pow(2).mean().backward();
+      reference(x).pow(2).mean().backward();
+      const auto wanted = reference.parameters();
+      const auto got = ddp.parameters();
+      for (std::size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(at::allclose(got[i].grad(), wanted[i].grad())) << i;
+    }
+    EXPECT_EQ(ddp.module()->front->compiler().program().parts().size(), 2);
+    EXPECT_EQ(ddp.module()->back->compiler().program().parts().size(), 2);
+  });
+}
+
 }  // namespace lockstep::graph_ddp_test
