@@ -19,6 +19,13 @@ void add_rows(Report& report, const std::string& model, int world, const Measure
                  .goals = {{"eager", 1 / 1.03}, {"unsplit", 1}}},
                 measured.at("step"));
   add_peer_rows(report,
+                {.case_name = str("step ", model, " measured cuts", where),
+                 .metric = "ms",
+                 .ours = "measured",
+                 .peers = {"default", "eager"},
+                 .goals = {{"default", 1}}},
+                measured.at("step"));
+  add_peer_rows(report,
                 {.case_name = str("first bucket ", model, where),
                  .metric = "ms",
                  .ours = "split",
@@ -47,7 +54,7 @@ int main(int argc, char** argv) {
                         .models = {"mlp", "gpt"},
                         .quick_model = "gpt",
                         .worlds = {2},
-                        .contenders = {"eager", "unsplit", "split"},
+                        .contenders = {"eager", "unsplit", "split", "default", "measured"},
                         .python_contenders = {kPython},
                         .python_peer = LOCKSTEP_BENCH_PYTHON_PEER,
                         .make = make_contender,

@@ -15,6 +15,7 @@
 #include "lockstep/ddp/default_hooks.h"
 #include "lockstep/ddp/distributed_data_parallel.h"
 #include "lockstep/ddp/hook_registry.h"
+#include "lockstep/ddp/measured_plan.h"
 #include "lockstep/ddp/optimizer_overlap_hook.h"
 #include "lockstep/ddp/post_local_sgd.h"
 #include "lockstep/ddp/power_sgd.h"

@@ -9,6 +9,7 @@
 #include "benchmarks/kit/workload.h"
 #include "lockstep/ddp/default_hooks.h"
 #include "lockstep/ddp/distributed_data_parallel.h"
+#include "lockstep/ddp/measured_plan.h"
 #include "lockstep/graph/compiled.h"
 
 namespace lockstep::bench {
@@ -23,9 +24,16 @@ double cap_mb(const std::string& model) {
 
 std::shared_ptr<Ddp> make_ddp(const std::string& name, const Case& which, const Workload& workload,
                               const GroupPtr& group) {
-  auto ddp =
-      std::make_shared<Ddp>(workload.module, DdpOptions{.process_group = group, .bucket_cap_mb = cap_mb(which.model)});
-  if (name != "eager") {
+  if (name == "measured") {
+    const auto measured = measure_plan(*workload.module, group,
+                                       [&] { workload.module->forward(workload.input).pow(2).mean().backward(); });
+    return std::make_shared<Ddp>(workload.module,
+                                 DdpOptions{.process_group = group, .bucket_plan = measured.plan.save()});
+  }
+  DdpOptions ddp_options{.process_group = group};
+  if (name != "default") ddp_options.bucket_cap_mb = cap_mb(which.model);
+  auto ddp = std::make_shared<Ddp>(workload.module, ddp_options);
+  if (name == "split" || name == "unsplit") {
     compile(*ddp, {.mode = name == "split" ? SplitMode::kSplit : SplitMode::kOff, .aligns_buckets = true});
   }
   return ddp;

@@ -80,6 +80,22 @@ class CaptureScope final : public OperatorScope {
     return std::move(graph_);
   }
 
+  /// Throws if the program holds on to a fake: what its forward stores is no result. REQUIRES: nobody else does.
+  void check_nothing_is_kept() {
+    kept_.clear();
+    fakes_.clear();
+    fake_of_.clear();
+    twins_.clear();
+    // The last one: what it was computed from lives with it.
+    for (auto each = watched_.rbegin(); each != watched_.rend(); ++each) {
+      const auto& [fake, what] = *each;
+      TORCH_CHECK(
+          fake.expired(), kWho, ": the forward keeps ", what, ", for later or for others to see: in a member, or a ",
+          "variable of its surroundings. A compiled forward computes only what it returns: return it, register ",
+          "it as a buffer and write to it in place, or make it in the constructor.");
+    }
+  }
+
  private:
   /// Adds a value from outside; its fake.
   at::Tensor enter(const at::Tensor& tensor, ValueKind kind, std::string name) {
@@ -130,8 +146,10 @@ class CaptureScope final : public OperatorScope {
     const auto found = ids_.find(tensor.unsafeGetTensorImpl());
     if (found != ids_.end()) return found->second;
     if (const auto same = twin_of(tensor)) return *same;
-    TORCH_CHECK(!tensor.is_meta(), kWho, ": ", where, ", ", TensorLook::of(tensor).to_string(),
-                ", was made by no operator, as data() does. Use detach().");
+    TORCH_CHECK(
+        !tensor.is_meta(), kWho, ": ", where, ", ", TensorLook::of(tensor).to_string(),
+        ", was made by no operator: data() does so, for which use detach(); or it is left over from another capture, ",
+        "whose forward kept it.");
     TORCH_CHECK(!tensor.requires_grad(), kWho, ": ", where, ", ", TensorLook::of(tensor).to_string(),
                 ", needs gradients, but is neither an input nor a registered parameter, behind ",
                 last_parameter_.empty() ? "no parameter" : str("'", last_parameter_, "'"),
@@ -233,6 +251,8 @@ class CaptureScope final : public OperatorScope {
     if (!fake.defined()) return std::nullopt;
     if (const auto found = ids_.find(fake.unsafeGetTensorImpl()); found != ids_.end()) return found->second;
     node.makes.push_back(add_value(fake, ValueKind::kResult, ""));
+    watched_.emplace_back(c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(fake.getIntrusivePtr()),
+                          str("a result of ", node.name()));
     return node.makes.back();
   }
 
@@ -274,6 +294,7 @@ class CaptureScope final : public OperatorScope {
   std::string last_parameter_;
   std::vector<at::Tensor> fakes_;  // of the inputs
   std::vector<at::Tensor> kept_;
+  std::vector<std::pair<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>, std::string>> watched_;
   std::unordered_map<c10::TensorImpl*, ValueId> ids_;
   std::unordered_map<ValueId, at::Tensor> fake_of_;  // of what comes from outside
   std::unordered_map<c10::StorageImpl*, at::Tensor> twins_;
@@ -315,7 +336,10 @@ Graph capture(const std::vector<at::Tensor>& inputs, const std::vector<OuterTens
     const lockstep::detail::EnterSaving saving(std::make_shared<SavedAsTheyAre>());
     outputs = forward(scope->fakes());
   }
-  return scope->finish(outputs);
+  auto graph = scope->finish(outputs);
+  outputs.clear();
+  scope->check_nothing_is_kept();
+  return graph;
 }
 
 std::vector<at::Tensor> run_on_fakes(

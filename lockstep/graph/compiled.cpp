@@ -4,6 +4,8 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <array>
+#include <cstdio>
 #include <set>
 
 #include "lockstep/ddp/ddp_base.h"
@@ -56,6 +58,12 @@ std::vector<Slot> slots_of(torch::nn::Module& module) {
 
 }  // namespace
 
+std::string detail::exact_text(double value) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%a;", value);
+  return text.data();
+}
+
 /// A program and what must hold for it to be run.
 struct Compiler::Entry {
   std::vector<std::optional<TensorLook>> inputs;
@@ -104,6 +112,14 @@ std::optional<SplitOptions> split_for(const CompileOptions& options, const DdpEn
                      .first_bucket_cap = options.first_bucket_cap,
                      .ignored = wrapper->ignored()};
   if (!split.first_bucket_cap) split.first_bucket_cap = std::min(caps.first_bytes, split.bucket_bytes_cap);
+  // A plan that was given is better than caps, unless these were given for this very thing.
+  if (!wrapper->options().bucket_plan.empty() && !options.bucket_bytes_cap && !options.first_bucket_cap) {
+    const auto& plan = wrapper->reducer_for("a bucket plan").plan();
+    for (const auto& bucket : plan.buckets()) {
+      auto& names = split.buckets.emplace_back();
+      for (const auto index : bucket.parameters) names.insert(plan.parameters()[index].name);
+    }
+  }
   return split;
 }
 
@@ -199,6 +215,10 @@ std::optional<Compiler::Result> Compiler::run(
     }
     auto graph =
         capture(inputs, outer, [&](const std::vector<at::Tensor>& fakes) { return forward(fakes, entry->shape); });
+    TORCH_CHECK(
+        slots_of(module).size() == entry->slots.size(), "[lockstep/graph] capture: ", name_,
+        " registered parameters or buffers while its forward was captured, which have no memory now. Register them ",
+        "in its constructor, or run it once before it is compiled.");
     const auto backend = options_.custom_backend ? options_.custom_backend : backend_named(options_.backend);
     entry->program = std::make_unique<Program>(std::move(graph), split_for(options_, wrapper), backend, entry->outer(),
                                                options_.dump);

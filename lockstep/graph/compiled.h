@@ -6,8 +6,9 @@
 //   compile(ddp);                                                     // a wrapper that is there
 //
 // What a capture bakes in is guarded: looks of inputs and parameters, arguments that are no tensors, train or eval,
-// gradients on or off, autocast. A call that differs captures anew, up to CompileOptions::max_captures times; then the
-// module runs as it is, with a warning. See docs/graph.md.
+// gradients on or off, autocast. Members that are no tensors are not, since nobody can list them: give a module whose
+// forward depends on any a function capture_guard(const M&) beside it. A call that differs captures anew, up to
+// CompileOptions::max_captures times; then the module runs as it is, with a warning. See docs/graph.md.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -54,6 +55,9 @@ struct CompileOptions {
 
 namespace detail {
 
+/// All of its bits.
+std::string exact_text(double value);
+
 template <class T>
 concept Comparable = std::integral<T> || std::floating_point<T> || std::is_enum_v<T> || std::same_as<T, std::string>;
 
@@ -68,6 +72,10 @@ void add_guard(const T& value, std::string& text) {
     text += str("{", capture_guard(value), "}");
   } else if constexpr (std::is_enum_v<Plain>) {
     text += str(static_cast<std::underlying_type_t<Plain>>(value), ";");
+  } else if constexpr (std::floating_point<Plain>) {
+    text += exact_text(static_cast<double>(value));
+  } else if constexpr (std::same_as<Plain, std::string>) {
+    text += str(value.size(), ":", value);
   } else if constexpr (Comparable<Plain>) {
     text += str(value, ";");
   } else if constexpr (lockstep::detail::kIsTuple<Plain>) {
@@ -129,10 +137,21 @@ class Compiler {
 
 namespace detail {
 
+/// What a module's own capture_guard() says, if there is one.
+template <class M>
+std::string guard_of_module([[maybe_unused]] const M& module) {
+  if constexpr (requires { capture_guard(module); }) {
+    return str("{", capture_guard(module), "}");
+  } else {
+    return {};
+  }
+}
+
 /// Calls `forward(args…)` of `module` through the compiler.
 template <class Output, class Forward, class... Args>
-Output run_compiled(Compiler& compiler, torch::nn::Module& module, const Forward& forward, const Args&... args) {
-  std::string plain;
+Output run_compiled(Compiler& compiler, torch::nn::Module& module, std::string of_module, const Forward& forward,
+                    const Args&... args) {
+  std::string plain = std::move(of_module);
   (add_guard(args, plain), ...);
   std::tuple<Args...> copies(args...);
   std::vector<at::Tensor> inputs;
@@ -148,8 +167,11 @@ Output run_compiled(Compiler& compiler, torch::nn::Module& module, const Forward
         std::size_t next = 0;
         visit_tensors(on_fakes, [&](at::Tensor& tensor) { tensor = fakes[next++]; });
         auto output = std::make_shared<Output>(std::apply(forward, on_fakes));
-        shape = output;
-        return tensors_of(*output);
+        auto tensors = tensors_of(*output);
+        // Its form is kept, not its fakes.
+        visit_tensors(*output, [](at::Tensor& tensor) { tensor = at::Tensor(); });
+        shape = std::move(output);
+        return tensors;
       });
   if (!result) return forward(args...);
   Output output = *std::static_pointer_cast<Output>(result->shape);
@@ -173,7 +195,8 @@ class CompiledImpl<M, Result (Class::*)(Args...)> : public M {
   Result forward(Args... args) {
     if (!compiler_) compiler_ = std::make_unique<Compiler>(options_, this->name());
     return detail::run_compiled<std::remove_cvref_t<Result>>(
-        *compiler_, *this, [this](const std::remove_cvref_t<Args>&... each) { return M::forward(each...); }, args...);
+        *compiler_, *this, detail::guard_of_module(static_cast<const M&>(*this)),
+        [this](const std::remove_cvref_t<Args>&... each) { return M::forward(each...); }, args...);
   }
 
   /// Before the first forward.
@@ -225,8 +248,8 @@ std::shared_ptr<Compiler> compile_wrapped(Wrapper& wrapper, Module& module, Comp
   wrapper.replace_forward(std::function<Output(const std::remove_cvref_t<Args>&...)>(
       [compiler, &module](const std::remove_cvref_t<Args>&... args) {
         return run_compiled<Output>(
-            *compiler, module, [&module](const std::remove_cvref_t<Args>&... each) { return module.forward(each...); },
-            args...);
+            *compiler, module, guard_of_module(module),
+            [&module](const std::remove_cvref_t<Args>&... each) { return module.forward(each...); }, args...);
       }));
   return compiler;
 }

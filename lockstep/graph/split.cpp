@@ -123,23 +123,44 @@ std::vector<Bucket> plan_split(const Graph& graph, const SplitOptions& options) 
     is_read[*id] = true;
   }
 
+  // By given bucket: how many of it the graph has and no part yet.
+  std::vector<std::size_t> missing(options.buckets.size(), 0);
+  const auto bucket_of = [&](ValueId id) {
+    const auto found = std::find_if(options.buckets.begin(), options.buckets.end(),
+                                    [&](const auto& names) { return names.contains(graph.values[id].name); });
+    return static_cast<std::size_t>(found - options.buckets.begin());
+  };
+  for (const auto& parameters : counted) {
+    for (const auto id : parameters) {
+      if (const auto bucket = bucket_of(id); bucket < missing.size()) ++missing[bucket];
+    }
+  }
+  // Given buckets that the parts behind the front one have all of; those that the graph has nothing of count from the
+  // start.
+  auto whole = static_cast<std::size_t>(std::count(missing.begin(), missing.end(), std::size_t{0}));
+
   std::vector<Bucket> buckets(1);        // from the back
   std::size_t end = graph.nodes.size();  // of the front bucket: one behind its last node
   // What a later bucket or the return reads of what the front bucket has made or written.
   bool has_output = false;
   for (auto n = graph.nodes.size(); n-- > 0;) {
     auto* front = &buckets.back();
-    const bool is_full =
-        !views.is_view[n] && (front->bytes >= cap || (buckets.size() == 1 && front->bytes >= first_cap));
+    const bool is_capped = front->bytes >= cap || (buckets.size() == 1 && front->bytes >= first_cap);
+    const auto whole_now = static_cast<std::size_t>(std::count(missing.begin(), missing.end(), std::size_t{0}));
+    const bool is_full = !views.is_view[n] && (options.buckets.empty() ? is_capped : whole_now > whole);
     if (is_full && has_output && possible[n + 1]) {
       end = n + 1;
       has_output = false;
+      whole = whole_now;
       front = &buckets.emplace_back();
     } else if (is_full) {
       if (front->extra_nodes++ == 0) front->bytes_before = front->bytes;
     }
     const auto& node = graph.nodes[n];
-    for (const auto id : counted[n]) front->bytes += bytes_of(graph.values[id].look);
+    for (const auto id : counted[n]) {
+      front->bytes += bytes_of(graph.values[id].look);
+      if (const auto bucket = bucket_of(id); bucket < missing.size()) --missing[bucket];
+    }
     front->nodes.push_back(n);
     for (const auto id : node.makes) has_output = has_output || (is_read[id] && last_read[id] >= end);
     for (const auto id : node.writes) has_output = has_output || (is_read[id] && last_read[id] >= end);

@@ -14,6 +14,9 @@ struct SplitOptions {
   std::size_t bucket_bytes_cap = std::size_t{25} << 20;
   /// Of the bucket that is reduced first. None: 1 MiB, or the cap if that is less.
   std::optional<std::size_t> first_bucket_cap = std::nullopt;
+  /// Instead of caps: the buckets that parameters are reduced in, by name, the first one first. A bucket is full when
+  /// all of it are there.
+  std::vector<std::set<std::string>> buckets = {};
   /// Parameters that nobody reduces, by name: they are placed, not counted.
   std::set<std::string> ignored = {};
 };

@@ -162,17 +162,20 @@ class RegisteredMethod final : public Callable {
   Method method_;
 };
 
-template <class R, class T, class... Args>
-std::shared_ptr<const Callable> method_callable(R (T::*method)(Args...)) {
-  return std::make_shared<RegisteredMethod<T, R (T::*)(Args...), R, Args...>>(method);
+/// Of T or of a base of it.
+template <class T, class R, class Base, class... Args>
+std::shared_ptr<const Callable> method_callable(R (Base::*method)(Args...)) {
+  static_assert(std::derived_from<T, Base>);
+  return std::make_shared<RegisteredMethod<T, R (Base::*)(Args...), R, Args...>>(method);
 }
-template <class R, class T, class... Args>
-std::shared_ptr<const Callable> method_callable(R (T::*method)(Args...) const) {
-  return std::make_shared<RegisteredMethod<T, R (T::*)(Args...) const, R, Args...>>(method);
+template <class T, class R, class Base, class... Args>
+std::shared_ptr<const Callable> method_callable(R (Base::*method)(Args...) const) {
+  static_assert(std::derived_from<T, Base>);
+  return std::make_shared<RegisteredMethod<T, R (Base::*)(Args...) const, R, Args...>>(method);
 }
 
-/// Names of methods, by pointers to them.
-template <class Method>
+/// Names of a class's methods, by pointers to them.
+template <class T, class Method>
 std::vector<std::pair<Method, std::string>>& method_names() {
   static auto* const names = new std::vector<std::pair<Method, std::string>>;
   return *names;
@@ -186,9 +189,9 @@ std::string& class_name() {
 
 [[noreturn]] void refuse_unregistered(const std::string& what, const std::string& remedy);
 
-template <class Method>
+template <class T, class Method>
 const std::string& name_of_method(Method method) {
-  for (const auto& [each, name] : method_names<Method>()) {
+  for (const auto& [each, name] : method_names<T, Method>()) {
     if (each == method) return name;
   }
   refuse_unregistered(str("a method of type ", readable(typeid(Method))),
@@ -267,8 +270,8 @@ class class_ {  // NOLINT(readability-identifier-naming): as torch::class_
   template <class Method>
   class_& method(const std::string& name, Method method) {
     auto full = str(name_, ".", name);
-    detail::register_function(full, detail::method_callable(method));
-    detail::method_names<Method>().emplace_back(method, std::move(full));
+    detail::register_function(full, detail::method_callable<T>(method));
+    detail::method_names<T, Method>().emplace_back(method, std::move(full));
     return *this;
   }
 

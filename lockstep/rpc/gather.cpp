@@ -2,8 +2,9 @@
 #include <torch/csrc/distributed/rpc/utils.h>
 
 #include <algorithm>
-#include <condition_variable>
+#include <functional>
 #include <mutex>
+#include <thread>
 
 #include "lockstep/rpc/call.h"
 #include "lockstep/rpc/remote_error.h"
@@ -14,6 +15,7 @@ namespace lockstep::rpc {
 namespace {
 
 using Texts = std::map<std::string, std::string>;
+constexpr std::chrono::milliseconds kWatchEvery(500);
 
 /// One gathering, on the leader.
 struct Gathering {
@@ -64,9 +66,9 @@ std::vector<std::string> who_came(const std::string& key) {
 const auto bring_text = function("lockstep.gather", &bring);
 const auto ask_who_came = function("lockstep.who_came", &who_came);
 
-}  // namespace
-
-Texts all_gather(const std::string& text, std::vector<std::string> workers, std::chrono::duration<float> timeout) {
+/// `watch` is called now and then while the others are waited for, and may throw.
+Texts gather(const std::string& text, std::vector<std::string> workers, std::chrono::duration<float> timeout,
+             const std::function<void(const std::vector<std::string>&)>& watch) {
   const auto agent = detail::current_agent("all_gather()");
   if (workers.empty()) {
     for (const auto& info : agent->getWorkerInfos()) workers.push_back(info.name_);
@@ -84,10 +86,20 @@ Texts all_gather(const std::string& text, std::vector<std::string> workers, std:
     round = all.rounds[group]++;
   }
   const auto key = str(group, "#", round);
-  if (timeout.count() <= 0) timeout = rpc_timeout();
   const Callee leader(workers.front());
+  const auto count = static_cast<std::int64_t>(workers.size());
   try {
-    return rpc_sync(leader.within(timeout), bring_text, key, own, text, static_cast<std::int64_t>(workers.size()));
+    if (!watch) return rpc_sync(leader.within(timeout), bring_text, key, own, text, count);
+    const auto answer = rpc_async(leader.within(timeout), bring_text, key, own, text, count);
+    auto pause = std::chrono::milliseconds(1);
+    for (auto waited = pause; !answer.done(); waited += pause) {
+      std::this_thread::sleep_for(pause);
+      pause = std::min(pause * 2, std::chrono::milliseconds(20));
+      if (waited < kWatchEvery) continue;
+      waited = {};
+      watch(workers);
+    }
+    return answer.wait();
   } catch (const RemoteError& error) {
     if (error.kind() != RemoteError::Kind::kTimeout) throw;
     std::vector<std::string> missing;
@@ -102,11 +114,39 @@ Texts all_gather(const std::string& text, std::vector<std::string> workers, std:
   }
 }
 
+/// Throws if one of the workers has gone.
+void check_all_are_there(const std::vector<std::string>& workers) {
+  std::vector<std::pair<std::string, Future<std::vector<std::string>>>> answers;
+  for (const auto& worker : workers) {
+    answers.emplace_back(worker, rpc_async(Callee(worker).within(std::chrono::seconds(10)), ask_who_came, "nothing"));
+  }
+  for (const auto& [worker, answer] : answers) {
+    try {
+      answer.wait();
+    } catch (const RemoteError& error) {
+      // One whose threads are all held says nothing, and is there.
+      TORCH_CHECK(error.kind() != RemoteError::Kind::kConnection, "[lockstep/rpc] shutdown: worker '", worker,
+                  "' has ended without shutdown(): ", error.what());
+    }
+  }
+}
+
+}  // namespace
+
+Texts all_gather(const std::string& text, std::vector<std::string> workers, std::chrono::duration<float> timeout) {
+  detail::current_agent("all_gather()");
+  return gather(text, std::move(workers), timeout.count() > 0 ? timeout : rpc_timeout(), nullptr);
+}
+
 void barrier(std::vector<std::string> workers, std::chrono::duration<float> timeout) {
   all_gather("", std::move(workers), timeout);
 }
 
 namespace detail {
+
+void meet_at_the_end(std::chrono::duration<float> timeout) {
+  gather("", {}, std::max(timeout, std::chrono::duration<float>(0)), &check_all_are_there);
+}
 
 void forget_gatherings() {
   auto& all = gatherings();

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <set>
+#include <thread>
 
 #include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -131,6 +132,21 @@ void check_cards(const std::vector<WorkerCard>& cards) {
   check_functions(cards);
   for (const auto& card : cards) {
     for (const auto& [worker, map] : card.device_maps) check_device_map(card, worker, map, cards);
+  }
+}
+
+void check_cards_together(const std::vector<WorkerCard>& cards, c10d::Store& store) {
+  constexpr auto kReaders = "readers";
+  constexpr std::chrono::seconds kPatience(5);
+  store.add(kReaders, 1);
+  try {
+    check_cards(cards);
+  } catch (const c10::Error&) {
+    const auto end = std::chrono::steady_clock::now() + kPatience;
+    while (store.add(kReaders, 0) < static_cast<std::int64_t>(cards.size()) && std::chrono::steady_clock::now() < end) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    throw;
   }
 }
 

@@ -30,6 +30,8 @@ std::vector<WorkerCard> exchange(const WorkerCard& own, int rank, int world_size
 
 /// Throws for what does not fit together; the same on every worker.
 void check_cards(const std::vector<WorkerCard>& cards);
+/// The same, but a worker that throws lets the others read the cards first: the store may end with it.
+void check_cards_together(const std::vector<WorkerCard>& cards, c10d::Store& store);
 
 /// kShm or kTensorPipe; the same for all. Throws if some cannot have what they ask for.
 Agent choose_agent(const std::vector<WorkerCard>& cards);

@@ -100,7 +100,9 @@ void register_module_functions(const std::string& name, ModuleIn module_in) {
 
 c10::IValue wire_of_module(const torch::nn::Module& module, const c10::IValue& recipe) {
   TORCH_CHECK(recipe.isTuple(), "[lockstep/rpc] a copy of module ", module.name(),
-              " cannot be made elsewhere: it was not made by remote() or RemoteModule, so nobody knows of what.");
+              " cannot be made elsewhere: nobody knows what it was made of. Register its class with module_class<M>() "
+              "and make ",
+              "it by remote() or RemoteModule.");
   ModuleState state;
   for (const auto& [name, tensor] : tensors_in(module)) {
     state.names.push_back(name);

@@ -1,5 +1,6 @@
 #include "lockstep/rpc/request_callback.h"
 
+#include <c10/core/InferenceMode.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/distributed/autograd/rpc_messages/rref_backward_req.h>
 #include <torch/csrc/distributed/autograd/rpc_messages/rref_backward_resp.h>
@@ -55,6 +56,12 @@ class Callback final : public trpc::RequestCallbackNoPython {
       check_request(request);
     } catch (const Refused&) {
       return asFuture(described("?", std::current_exception()));
+    }
+    // TensorPipe may make them on a thread of the program's that is in inference mode.
+    for (auto& tensor : request.tensors()) {
+      if (!tensor.defined() || !tensor.is_inference()) continue;
+      const c10::InferenceMode off(false);
+      tensor = tensor.clone();
     }
     return RequestCallbackNoPython::processMessage(request, std::move(streams));
   }

@@ -35,7 +35,8 @@ namespace tautograd = torch::distributed::autograd;
 
 namespace detail {
 void forget_gatherings();
-}
+void meet_at_the_end(std::chrono::duration<float> timeout);
+}  // namespace detail
 
 namespace {
 
@@ -257,8 +258,8 @@ void begin_with_all(Session& current, AgentRequest request, const WorkerCard& ow
   // From here on a failed attempt has used up its keys.
   ++current.generation;
   const auto cards = detail::exchange(own, request.rank, world_size, *request.store, options.init_timeout);
+  detail::check_cards_together(cards, *request.store);
   request.store = c10::make_intrusive<c10d::PrefixStore>("agent", request.store);
-  detail::check_cards(cards);
   request.devices = devices_of(cards, request.rank);
   request.reverse_device_maps = reverse_maps(cards, request.name);
   // Nobody's first call finds a worker that is not there yet.
@@ -303,7 +304,7 @@ void say_goodbye(Session& current, std::chrono::duration<float> timeout) {
   const auto limit =
       std::chrono::duration_cast<std::chrono::milliseconds>(timeout.count() > 0 ? timeout : rpc_timeout());
   // Everybody is here, and so everybody's calls have been made.
-  if (!current.is_dynamic) barrier({}, timeout);
+  if (!current.is_dynamic) detail::meet_at_the_end(timeout);
   trpc::RRefContext::getInstance().delAllUsersAndUnforkedOwners(limit);
   std::optional<detail::MembershipLock> nobody_else;
   if (current.is_dynamic) {

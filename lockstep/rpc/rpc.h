@@ -72,8 +72,9 @@ struct RpcOptions {
 void init_rpc(const std::string& name, int rank, std::optional<int> world_size, const RpcOptions& options = {});
 void init_rpc(const std::string& name, const RpcOptions& options = {});
 
-/// Graceful: waits until all workers are here and no call is under way, deletes this worker's references to others'
-/// objects, and ends together. Else ends at once, alone. If a step fails the rest is still torn down, then it throws.
+/// Graceful: waits until all workers are here and no call is under way, for as long as that takes unless there is a
+/// timeout, deletes this worker's references to others' objects, and ends together. Throws at once if a worker has gone
+/// without it. Else ends at once, alone. If a step fails the rest is still torn down, then it throws.
 void shutdown(bool graceful = true, std::chrono::duration<float> timeout = std::chrono::seconds(0));
 
 bool is_initialised();

@@ -37,12 +37,25 @@ FuturePtr call(const Callee& to, const std::string& function, std::vector<c10::I
 c10::IValue call_and_wait(const Callee& to, const std::string& function, std::vector<c10::IValue> arguments);
 RRefPtr call_remote(const Callee& to, const std::string& function, std::vector<c10::IValue> arguments);
 
+/// An argument in the parameter's type. What would lose digits on the way does not compile, or is refused.
+template <class Param, class Arg>
+c10::IValue wire_as(Arg&& arg) {
+  using From = std::remove_cvref_t<Arg>;
+  if constexpr (std::integral<Param> && std::is_arithmetic_v<From>) {
+    static_assert(!std::floating_point<From>, "the function takes an integer, and is given a floating point number");
+    if constexpr (!std::same_as<From, bool> && !std::same_as<Param, bool>) {
+      if (!std::in_range<Param>(arg)) throw WireMismatch(str("int of ", sizeof(Param), " bytes"), str(arg));
+    }
+  }
+  return Wire<Param>::to(std::forward<Arg>(arg));
+}
+
 template <class... Params, class... Args>
 std::vector<c10::IValue> to_wires(Args&&... args) {
   static_assert(sizeof...(Params) == sizeof...(Args), "the function takes another number of arguments");
   std::vector<c10::IValue> wires;
   wires.reserve(sizeof...(Args));
-  (wires.push_back(Wire<std::decay_t<Params>>::to(std::forward<Args>(args))), ...);
+  (wires.push_back(wire_as<std::decay_t<Params>>(std::forward<Args>(args))), ...);
   return wires;
 }
 
@@ -124,21 +137,21 @@ class RRef : public detail::RRefBase {
   template <class Method, class... Args>
   auto rpc_sync(Method method, Args&&... args) const {
     using R = typename MethodResult<Method>::Type;
-    auto value = detail::call_and_wait(callee(), detail::name_of_method(method),
+    auto value = detail::call_and_wait(callee(), detail::name_of_method<T>(method),
                                        with_handle(wires<Method>(std::forward<Args>(args)...)));
     if constexpr (!std::is_void_v<R>) return Wire<R>::from(value);
   }
   template <class Method, class... Args>
   auto rpc_async(Method method, Args&&... args) const {
     using R = typename MethodResult<Method>::Type;
-    return Future<R>(detail::call(callee(), detail::name_of_method(method),
+    return Future<R>(detail::call(callee(), detail::name_of_method<T>(method),
                                   with_handle(wires<Method>(std::forward<Args>(args)...))));
   }
   template <class Method, class... Args>
   auto remote(Method method, Args&&... args) const {
     using R = typename MethodResult<Method>::Type;
     return RRef<typename detail::Held<R>::Type>(detail::call_remote(
-        callee(), detail::name_of_method(method), with_handle(wires<Method>(std::forward<Args>(args)...))));
+        callee(), detail::name_of_method<T>(method), with_handle(wires<Method>(std::forward<Args>(args)...))));
   }
 
  private:

@@ -273,6 +273,8 @@ TEST_F(RpcCalls, RefuseOtherTypesByPosition) {
           rpc_sync("worker1", Function<void(std::tuple<at::Tensor, int>)>("echo_batch"), std::tuple(at::ones(1), 1));
         },
         {"'echo_batch'", "argument 1", "3", "2"});
+    expect_error([] { rpc_sync("worker1", tiny, 300); }, {"int of 1 bytes", "300"});
+    expect_error([] { rpc_sync("worker1", slowly, std::uint64_t{1} << 63); }, {"int of 8 bytes"});
     expect_error([] { rpc_sync("worker1", Function<void(int)>("tiny"), 300); },
                  {"argument 1", "int of 1 bytes", "300"});
     const auto x = at::ones(1);

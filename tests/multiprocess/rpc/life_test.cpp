@@ -244,6 +244,36 @@ TEST(RpcLife, EndsWhenAllWorkIsDone) {
 }
 
 // RPC-7
+TEST(RpcLife, WaitsForWorkersLongerThanCallsMayTake) {
+  run(2, [](const World& world) {
+    init(world, {.rpc_timeout = 300ms});
+    // The one serves while the other works on.
+    if (world.rank() == 1) {
+      for (int i = 0; i < 12; ++i) {
+        EXPECT_TRUE(at::equal(rpc_sync("worker0", add, at::ones(1), at::ones(1)), at::full({1}, 2.0)));
+        std::this_thread::sleep_for(100ms);
+      }
+    }
+    shutdown();
+  });
+}
+
+// RPC-7, RPC-33
+TEST(RpcLife, TellsOfWorkersThatLeftWithoutIt) {
+  run(2, [](const World& world) {
+    init(world);
+    if (world.rank() == 1) {
+      shutdown(/*graceful=*/false);
+    } else {
+      const auto begin = Clock::now();
+      expect_error([] { shutdown(); }, {"worker 'worker1'", "without shutdown()"});
+      EXPECT_LT(Clock::now() - begin, 20s);
+      EXPECT_FALSE(rpc::is_initialised());
+    }
+  });
+}
+
+// RPC-7
 TEST(RpcLife, EndsAfterItsTimeLimitAllTheSame) {
   run(2, [](const World& world) {
     init(world);

@@ -21,10 +21,19 @@ using torch::distributed::rpc::MessageType;
 
 class RRefs : public rpc::RpcSuite<RRefs> {};
 
-class Counter {
+class Named {
+ public:
+  std::string title() const { return "a " + kind(); }
+  virtual ~Named() = default;
+
+ protected:
+  virtual std::string kind() const { return "thing"; }
+};
+
+class Counter : public Named {
  public:
   explicit Counter(std::int64_t value) : value_(value) { ++living; }
-  ~Counter() { --living; }
+  ~Counter() override { --living; }
   Counter(const Counter&) = delete;
   Counter& operator=(const Counter&) = delete;
   std::int64_t add(std::int64_t by) { return value_ += by; }
@@ -32,6 +41,9 @@ class Counter {
   std::int64_t value() const { return value_; }
 
   static inline std::atomic<int> living = 0;
+
+ protected:
+  std::string kind() const override { return "counter"; }
 
  private:
   std::int64_t value_;
@@ -43,6 +55,7 @@ const auto counter_class = rpc::class_<Counter>("rref.Counter")
                                .constructor<std::int64_t>()
                                .method("add", &Counter::add)
                                .method("subtract", &Counter::subtract)
+                               .method("title", &Counter::title)
                                .method("value", &Counter::value);
 const auto living = rpc::function("rref.living", [] { return static_cast<std::int64_t>(Counter::living); });
 const auto add = rpc::function("rref.add", [](at::Tensor a, at::Tensor b) { return a + b; });
@@ -87,6 +100,7 @@ TEST_F(RRefs, KnowTheirOwnerAndCallItsMethods) {
     EXPECT_EQ(counter.rpc_async(&Counter::add, 5).wait(), 17);
     EXPECT_EQ(counter.remote(&Counter::add, 7).to_here(), 24);
     EXPECT_EQ(counter.rpc_sync(&Counter::subtract, 4), 20) << "another method of the same type";
+    EXPECT_EQ(counter.rpc_sync(&Counter::title), "a counter") << "a base's method";
     const auto slow = rpc::remote("worker1", slow_counter, 300);
     EXPECT_FALSE(slow.confirmed_by_owner());
     EXPECT_EQ(slow.rpc_sync(&Counter::value), 300);
@@ -211,7 +225,9 @@ TEST_F(RRefs, TellAtEveryUseThatTheirCreationFailed) {
     std::this_thread::sleep_for(200ms);
     expect_error([&] { late.rpc_sync(&Counter::value); }, {"worker 'worker1'", "creation failed", "50"});
     expect_error([&] { rpc_sync("worker2", value_of, late); }, {"worker 'worker1'", "creation failed"});
-    EXPECT_EQ(rpc_sync("worker1", value_of, rpc::remote<Counter>("worker1", 4)), 4);
+    const auto after = rpc::remote<Counter>("worker1", 4);
+    EXPECT_EQ(after.rpc_sync(&Counter::value), 4);
+    EXPECT_EQ(rpc_sync("worker1", value_of, after), 4);
     std::this_thread::sleep_for(600ms);  // until nothing of it is under way
   });
   lead([] { EXPECT_TRUE(no_counters_on(1)); });

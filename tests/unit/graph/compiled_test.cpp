@@ -244,6 +244,65 @@ TEST(GraphCompiled, TakesApartArgumentsAndResults) {
   EXPECT_EQ(expect({x, x * 3}, 2.5, torch::zeros({2, 4}), "double"), 5);
 }
 
+struct PlainImpl : torch::nn::Module {
+  explicit PlainImpl(std::string kind = "")
+      : kind(std::move(kind)), fc(register_module("fc", torch::nn::Linear(4, 4))) {}
+  at::Tensor forward(const at::Tensor& x, double step, std::vector<std::string> words) {
+    auto y = fc->forward(x) * step * static_cast<double>(words.size()) * scale;
+    if (kind == "lazy") {
+      if (!late) late = register_module("late", torch::nn::Linear(4, 4));
+      y = late->forward(y);
+    }
+    if (kind == "mask") {
+      if (!mask.defined()) mask = torch::ones({4, 4}).tril();
+      y = y.matmul(mask);
+    }
+    if (kind == "aux") mask = y.pow(2).mean();
+    return y;
+  }
+  std::string kind;
+  double scale = 1;
+  torch::nn::Linear fc;
+  torch::nn::Linear late{nullptr};
+  at::Tensor mask;
+};
+TORCH_MODULE(Plain);
+std::string capture_guard(const PlainImpl& module) {
+  return std::to_string(module.scale);
+}
+
+// GRAPH-8
+TEST(GraphCompiled, TellsNumbersAndTextsApart) {
+  Compiled<Plain> model;
+  const auto x = torch::randn({2, 4});
+  const auto expect = [&](double step, const std::vector<std::string>& words) {
+    EXPECT_TRUE(
+        at::equal(model->forward(x, step, words), static_cast<PlainImpl&>(*model).PlainImpl::forward(x, step, words)));
+    return model->compiler().captures();
+  };
+  EXPECT_EQ(expect(1234567, {"a", "b"}), 1);
+  EXPECT_EQ(expect(1234568, {"a", "b"}), 2);
+  EXPECT_EQ(expect(0.12345678, {"a"}), 3);
+  EXPECT_EQ(expect(0.12345679, {"a"}), 4);
+  EXPECT_EQ(expect(1234567, {"a;b"}), 5);
+  EXPECT_EQ(expect(1234567, {"a", "b"}), 5);
+  // A member that the module's own guard knows of.
+  model->scale = 3;
+  EXPECT_EQ(expect(1234567, {"a", "b"}), 6);
+}
+
+// GRAPH-8
+TEST(GraphCompiled, RefusesForwardsThatStoreWhatTheyCompute) {
+  const auto x = torch::randn({2, 4});
+  const auto refuses = [&](const char* kind, const std::vector<std::string>& words) {
+    Compiled<Plain> model(kind);
+    expect_error([&] { model->forward(x, 1, {"a"}); }, words);
+  };
+  refuses("lazy", {"registered parameters or buffers while its forward was captured", "constructor"});
+  refuses("mask", {"keeps a result of aten::tril", "in the constructor"});
+  refuses("aux", {"keeps a result of aten::mean", "return it"});
+}
+
 struct OwnFunction : torch::autograd::Function<OwnFunction> {
   static at::Tensor forward(torch::autograd::AutogradContext* /*context*/, const at::Tensor& x) { return x * 2; }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* /*context*/,

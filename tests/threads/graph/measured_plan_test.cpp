@@ -1,0 +1,78 @@
+#include "lockstep/ddp/measured_plan.h"
+
+#include <torch/torch.h>
+
+#include "lockstep/ddp/distributed_data_parallel.h"
+#include "lockstep/graph/compiled.h"
+#include "lockstep/testing/gtest.h"
+
+namespace lockstep::measured_plan_threads_test {
+namespace {
+
+torch::nn::Sequential net() {
+  torch::nn::Sequential model;
+  for (int i = 0; i < 4; ++i) {
+    model->push_back(torch::nn::Linear(16, 16));
+    model->push_back(torch::nn::Tanh());
+  }
+  const torch::NoGradGuard no_grad;
+  for (auto& parameter : model->parameters()) parameter.fill_(0.1);
+  return model;
+}
+
+}  // namespace
+
+TEST(MeasuredPlan, IsTheSameOnAllRanksAndTrainsAsAnyOther) {
+  testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
+    auto model = net();
+    const auto x = torch::full({4, 16}, world.rank() + 1.0);
+    model->parameters()[0].mutable_grad() = torch::ones({16, 16});
+    const auto measured =
+        measure_plan(*model, world.group(), [&] { model->forward(x).pow(2).mean().backward(); }, {.steps = 3});
+    EXPECT_TRUE(at::equal(model->parameters()[0].grad(), torch::ones({16, 16}))) << "what was there before";
+    EXPECT_FALSE(model->parameters()[1].grad().defined());
+    model->zero_grad();
+    EXPECT_EQ(measured.ready_ms.size(), 8);
+    // The last layer's gradients come first.
+    EXPECT_LE(measured.ready_ms[6], measured.ready_ms[0]);
+    EXPECT_LE(measured.end_ms, measured.default_end_ms + 1e-9);
+    EXPECT_NE(measured.to_string().find("with the default caps"), std::string::npos);
+    // The same for all: the constructor compares it.
+    DistributedDataParallel<torch::nn::Sequential> ddp(
+        model, DdpOptions{.process_group = world.group(), .bucket_plan = measured.plan.save()});
+    DistributedDataParallel<torch::nn::Sequential> reference(net(), DdpOptions{.process_group = world.group()});
+    const auto compiler = compile(ddp);
+    for (int step = 0; step < 3; ++step) {
+      ddp.zero_grad();
+      reference.zero_grad();
+      ddp(x).pow(2).mean().backward();
+      reference(x).pow(2).mean().backward();
+      for (std::size_t i = 0; i < 8; ++i) {
+        EXPECT_TRUE(at::allclose(ddp.parameters()[i].grad(), reference.parameters()[i].grad())) << i;
+      }
+    }
+    EXPECT_EQ(ddp.bucket_plan(), measured.plan);
+    EXPECT_LE(compiler->program().parts().size(), measured.plan.buckets().size());
+  });
+}
+
+// GRAPH-39
+TEST(MeasuredPlan, SaysWhereCompiledModulesAreCut) {
+  testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
+    auto model = net();
+    std::vector<ParameterInfo> infos;
+    for (const auto& item : model->named_parameters()) infos.push_back(info_of(item.key(), item.value()));
+    // One layer, then two, then one: by no cap.
+    const BucketPlan plan(infos, {{.parameters = {7, 6}}, {.parameters = {5, 4, 3, 2}}, {.parameters = {1, 0}}});
+    DistributedDataParallel<torch::nn::Sequential> ddp(
+        model, DdpOptions{.process_group = world.group(), .bucket_plan = plan.save()});
+    const auto compiler = compile(ddp);
+    ddp(torch::ones({2, 16})).sum().backward();
+    ASSERT_EQ(compiler->program().buckets().size(), 3);
+    EXPECT_EQ(compiler->program().buckets()[1].names,
+              (std::vector<std::string>{"2.weight", "2.bias", "4.weight", "4.bias"}));
+    EXPECT_EQ(compiler->program().buckets()[2].names, (std::vector<std::string>{"6.weight", "6.bias"}));
+  });
+}
+
+}  // namespace lockstep::measured_plan_threads_test
