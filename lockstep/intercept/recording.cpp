@@ -114,7 +114,8 @@ void Recording::record(OperatorCall& call) {
   auto recorded = describe(call);
   const auto named = named_device(call);
   const bool moves = named && !recorded.read.empty() && *named != storages_[recorded.read.front()].device;
-  auto results = run_for_shapes(call, moves, "[lockstep/intercept] deferred_init", is_open_ ? kInsideOfScope : kAfterScope);
+  auto results =
+      run_for_shapes(call, moves, "[lockstep/intercept] deferred_init", is_open_ ? kInsideOfScope : kAfterScope);
   if (!is_open_) check_is_edit(call, recorded, results);
   keep(call, std::move(recorded), results);
   call.replace(std::move(results));
