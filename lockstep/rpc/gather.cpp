@@ -52,7 +52,7 @@ Future<Texts> bring(const std::string& key, const std::string& worker, const std
   return gathering->all.future();
 }
 
-/// Who has come to an unfinished gathering. It ends with this: others must not wait for who has given up.
+/// Who has come to an unfinished gathering. It stays: whoever is late finds those who have given up since.
 std::vector<std::string> who_came(const std::string& key) {
   auto& all = gatherings();
   const std::lock_guard lock(all.mutex);
