@@ -40,13 +40,12 @@ class ModuleMaker final : public Callable {
 };
 
 /// forward() on the module's device: arguments go there, results come back to the CPU unless a device map carries them.
-template <class M, class R, class... Args>
+template <class M, class Forward, class R, class... Args>
 class ModuleForward final : public Callable {
   static_assert((Wired<std::decay_t<Args>> && ...),
                 "an argument of this module's forward() does not travel: give its type rpc_fields()");
 
  public:
-  using Forward = R (M::*)(Args...);
   explicit ModuleForward(Forward forward) : forward_(forward) {}
 
   std::string signature() const override { return text(); }
@@ -78,9 +77,14 @@ class ModuleForward final : public Callable {
   Forward forward_;
 };
 
-template <class M, class R, class... Args>
-std::shared_ptr<const Callable> module_forward(R (M::*forward)(Args...)) {
-  return std::make_shared<ModuleForward<M, R, Args...>>(forward);
+/// forward() may be a base's, or const.
+template <class M, class Class, class R, class... Args>
+std::shared_ptr<const Callable> module_forward(R (Class::*forward)(Args...)) {
+  return std::make_shared<ModuleForward<M, decltype(forward), R, Args...>>(forward);
+}
+template <class M, class Class, class R, class... Args>
+std::shared_ptr<const Callable> module_forward(R (Class::*forward)(Args...) const) {
+  return std::make_shared<ModuleForward<M, decltype(forward), R, Args...>>(forward);
 }
 
 }  // namespace detail
@@ -94,7 +98,7 @@ class module_class {  // NOLINT(readability-identifier-naming): as class_
   explicit module_class(std::string name) : name_(std::move(name)) {
     detail::class_name<M>() = name_;
     using detail::register_function;
-    register_function(name_ + ".forward", detail::module_forward(&M::forward));
+    register_function(name_ + ".forward", detail::module_forward<M>(&M::forward));
     detail::register_module_functions(name_, [](const c10::IValue& object) -> std::shared_ptr<torch::nn::Module> {
       return detail::unboxed<M>(object);
     });

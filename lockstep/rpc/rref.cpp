@@ -142,4 +142,21 @@ RRefPtr new_owned(const c10::IValue& boxed_value) {
   return rref;
 }
 
+RRefPtr received(RRefPtr impl) {
+  auto& context = trpc::RRefContext::getInstance();
+  const auto id = real(impl).rrefId();
+  if (!impl->isOwner() || id.createdOn_ == context.getWorkerId()) return impl;
+  const auto object = trpc::fromRRefInterface(impl)->getFuture();
+  if (object->completed()) return impl;
+  const auto hold = context.genGloballyUniqueId();
+  context.addForkOfOwner(id, hold);
+  object->addCallback([id, hold](c10::ivalue::Future& /*done*/) {
+    try {
+      trpc::RRefContext::getInstance().delForkOfOwner(id, hold);
+    } catch (const c10::Error&) {  // NOLINT(bugprone-empty-catch): RPC has ended meanwhile
+    }
+  });
+  return impl;
+}
+
 }  // namespace lockstep::rpc::detail

@@ -94,7 +94,10 @@ class RRefBase {
 };
 
 RRefPtr new_owned(const c10::IValue& boxed_value);
-RRefPtr from_wire(const c10::IValue& value);
+/// One that came in a message. It may be ahead of the request that creates its object, and libtorch's owner forgets
+/// what nobody refers to: a use by the owner itself would let go of it, and the object come to be behind another
+/// reference that nobody waits for. So it is held until there is an object.
+RRefPtr received(RRefPtr impl);
 
 }  // namespace detail
 
@@ -196,7 +199,7 @@ struct Wire<RRef<T>> {
   }
   static RRef<T> from(const c10::IValue& value) {
     if (!value.isRRef()) throw WireMismatch(name(), value);
-    return RRef<T>(value.toRRef());
+    return RRef<T>(detail::received(value.toRRef()));
   }
   static std::string name() { return str("RRef[", detail::wire_name<T>(), "]"); }
 };

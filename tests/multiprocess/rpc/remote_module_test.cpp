@@ -29,6 +29,13 @@ struct WordsImpl : torch::nn::Module {
   at::Tensor count;
 };
 
+struct ConstWordsImpl : torch::nn::Module {
+  at::Tensor forward(at::Tensor x) const { return x + 1; }
+};
+struct DerivedWordsImpl : ConstWordsImpl {};
+
+const auto const_words = rpc::module_class<ConstWordsImpl>("ConstWords").constructor<>();
+const auto derived_words = rpc::module_class<DerivedWordsImpl>("DerivedWords").constructor<>();
 const auto words = rpc::module_class<WordsImpl>("Words").constructor<std::int64_t>();
 const auto linear = rpc::module_class<torch::nn::LinearImpl>("Linear").made_by(
     [](std::int64_t in, std::int64_t out) { return torch::nn::Linear(torch::nn::LinearOptions(in, out).bias(false)); });
@@ -72,6 +79,8 @@ TEST(RemoteModules, RunOnTheirWorker) {
       EXPECT_EQ(copy->count.item<std::int64_t>(), 7);
       expect_error([&] { module.parameters(); }, {"no parameters()", "remote_parameters()"});
     }
+    EXPECT_TRUE(at::equal(RemoteModule<ConstWordsImpl>("worker1").forward(at::ones(2)), at::full({2}, 2.0)));
+    EXPECT_TRUE(at::equal(RemoteModule<DerivedWordsImpl>("worker1").forward(at::ones(2)), at::full({2}, 2.0)));
     const RemoteModule<WordsImpl> broken("worker1", std::int64_t{-1});
     expect_error([&] { broken.forward(at::ones(4), 3, "tree"); }, {"worker1", "Words", "no size of -1"});
     for (const auto* const text :

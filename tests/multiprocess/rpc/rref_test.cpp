@@ -66,6 +66,10 @@ const auto slow_counter = rpc::function("rref.slow_counter", [](std::int64_t ms)
 });
 const auto doomed =
     rpc::function("rref.doomed", [](std::string why) -> std::shared_ptr<Counter> { throw std::runtime_error(why); });
+const auto slow_and_doomed = rpc::function("rref.slow_and_doomed", [](std::int64_t ms) -> std::shared_ptr<Counter> {
+  std::this_thread::sleep_for(1ms * ms);
+  throw std::runtime_error("too late");
+});
 const auto pass_on = rpc::function("rref.pass_on", [](CounterRef ref) { return ref; });
 const auto sum_of = rpc::function("rref.sum_of", [](std::map<std::string, std::vector<TensorRef>> refs) {
   auto sum = at::zeros(2);
@@ -225,10 +229,25 @@ TEST_F(RRefs, TellAtEveryUseThatTheirCreationFailed) {
     std::this_thread::sleep_for(200ms);
     expect_error([&] { late.rpc_sync(&Counter::value); }, {"worker 'worker1'", "creation failed", "50"});
     expect_error([&] { rpc_sync("worker2", value_of, late); }, {"worker 'worker1'", "creation failed"});
-    const auto after = rpc::remote<Counter>("worker1", 4);
-    EXPECT_EQ(after.rpc_sync(&Counter::value), 4);
-    EXPECT_EQ(rpc_sync("worker1", value_of, after), 4);
+    EXPECT_EQ(rpc_sync("worker1", value_of, rpc::remote<Counter>("worker1", 4)), 4);
     std::this_thread::sleep_for(600ms);  // until nothing of it is under way
+  });
+  lead([] { EXPECT_TRUE(no_counters_on(1)); });
+}
+
+// A reference may reach its owner ahead of its object, and even be all that is left of it. RPC-25
+TEST_F(RRefs, ReachTheirOwnerBeforeTheirObjectIsThere) {
+  lead([] {
+    EXPECT_EQ(rpc_sync("worker1", value_of, rpc::remote("worker1", slow_counter, 50)), 50);
+    const auto slow = rpc::remote("worker1", slow_counter, 51);
+    EXPECT_EQ(rpc_sync("worker2", value_of, rpc_sync("worker1", pass_on, slow)), 51);
+    const auto first = rpc_async("worker1", value_of, slow);
+    const auto second = rpc_async("worker1", value_of, slow);
+    EXPECT_EQ(first.wait() + second.wait(), 102);
+    for (int i = 0; i < 200; ++i) {
+      EXPECT_EQ(rpc_sync("worker1", value_of, rpc::remote<Counter>("worker1", i)), i);
+    }
+    expect_error([] { rpc_sync("worker1", value_of, rpc::remote("worker1", slow_and_doomed, 50)); }, {"too late"});
   });
   lead([] { EXPECT_TRUE(no_counters_on(1)); });
 }
