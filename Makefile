@@ -48,7 +48,7 @@ demo: configure ## train a small GPT on local ranks, a minute (RANKS=2 ARGS="--s
 	build/examples/gpt --ranks $(RANKS) $(ARGS)
 
 test: build ## build and run every test, or some: make test ARGS="-R threads_ddp"
-	ctest --preset dev -j $(JOBS) $(ARGS)
+	ctest --preset dev -j $(JOBS) $(ARGS) || { python3 -B tools/failed_tests.py build; exit 1; }
 
 bench: configure ## one benchmark beside its peers: make bench NAME=x
 	@test -n "$(NAME)" || { echo "usage: make bench NAME=x, one of: $(basename $(notdir $(wildcard benchmarks/*.cpp)))"; exit 2; }
