@@ -35,6 +35,12 @@ KeptStatistics::~KeptStatistics() {
   for (const auto& [buffer, held] : kept_) buffer.copy_(held);
 }
 
+RegionRun checkpointed_region(const CheckpointOptions& options) {
+  return [options](const RegionBody& body, const std::vector<at::Tensor>& inputs) {
+    return checkpoint(options, body, inputs);
+  };
+}
+
 void check_segments(std::int64_t segments, std::size_t layers) {
   TORCH_CHECK(segments >= 1 && static_cast<std::size_t>(segments) <= layers,
               "[lockstep/checkpointing] checkpoint_sequential: ", segments, " segments of ", layers,

@@ -135,6 +135,33 @@ decltype(auto) call(F& function, Args&&... args) {
   }
 }
 
+RegionRun checkpointed_region(const CheckpointOptions& options);
+
+/// checkpoint() in a forward that is being captured: what the function does becomes one node, which is a checkpoint in
+/// every run.
+template <class F, class... Args>
+decltype(auto) capture_checkpoint(RegionRecorder& recorder, const CheckpointOptions& options, F& function,
+                                  Args&&... args) {
+  using Output = decltype(call(function, std::forward<Args>(args)...));
+  if constexpr (std::is_void_v<Output>) {
+    check_not_capturing("checkpoint() of a function that returns nothing");
+    call(function, std::forward<Args>(args)...);
+  } else {
+    const auto begin = recorder.begin_region("checkpoint()");
+    decltype(auto) output = call(function, std::forward<Args>(args)...);
+    std::vector<at::Tensor> tensors;
+    const auto note = [&](at::Tensor& tensor) { tensors.push_back(tensor); };
+    if constexpr (std::is_reference_v<Output>) {
+      auto copy = output;
+      visit_tensors(copy, note);
+    } else {
+      visit_tensors(output, note);
+    }
+    recorder.end_region(begin, "checkpoint()", tensors, checkpointed_region(options));
+    return output;
+  }
+}
+
 }  // namespace detail
 
 /// What `function(args…)` returns. Tensors that it saves for backward are dropped, and computed again by another
@@ -149,7 +176,9 @@ decltype(auto) checkpoint(const CheckpointOptions& options, F&& function, Args&&
                 "checkpoint() keeps its arguments until backward: give it a vector instead of an ArrayRef or a span.");
   static_assert((std::is_copy_constructible_v<std::decay_t<Args>> && ...),
                 "checkpoint() keeps copies of its arguments until backward: give it a shared_ptr to what has none.");
-  check_not_capturing("checkpoint()");
+  if (auto* const recorder = region_recorder()) {
+    return detail::capture_checkpoint(*recorder, options, function, std::forward<Args>(args)...);
+  }
   if (!c10::GradMode::is_enabled()) return detail::call(function, std::forward<Args>(args)...);
   using Kept = std::pair<std::decay_t<F>, std::tuple<std::decay_t<Args>...>>;
   const auto kept = std::make_shared<Kept>(std::piecewise_construct, std::forward_as_tuple(std::as_const(function)),

@@ -238,7 +238,9 @@ void ParameterGroup::cut(Member& member, const at::Tensor& value) {
   } else {
     member.shard = place;
     const auto division = division_of(member);
-    set_gathered_layout(place, member.cut_before ? combined(division, *member.cut_before) : division);
+    std::vector<at::Tensor> wholes;
+    for (const auto& handle : member.handles) wholes.push_back(handle.tensor());
+    set_gathered_layout(place, member.cut_before ? combined(division, *member.cut_before) : division, wholes);
   }
   member.address = member.shard.unsafeGetTensorImpl()->data();
   member.storage = shards_.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();

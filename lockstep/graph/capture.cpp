@@ -11,6 +11,8 @@
 #include <unordered_set>
 
 #include "lockstep/base/str.h"
+#include "lockstep/graph/backends.h"
+#include "lockstep/graph/split.h"
 #include "lockstep/intercept/operator_call.h"
 #include "lockstep/intercept/operator_scope.h"
 #include "lockstep/intercept/shape_run.h"
@@ -23,10 +25,11 @@ namespace {
 
 constexpr auto kWho = "[lockstep/graph] capture";
 
-class CaptureScope final : public OperatorScope {
+class CaptureScope final : public OperatorScope, public RegionRecorder {
  public:
-  CaptureScope(const std::vector<at::Tensor>& inputs, const std::vector<OuterTensor>& outer)
-      : OperatorScope(Sees::kProgram), autocast_(autocast_state()) {
+  CaptureScope(const std::vector<at::Tensor>& inputs, const std::vector<OuterTensor>& outer,
+               const CaptureOptions& options)
+      : OperatorScope(Sees::kProgram), options_(options), autocast_(autocast_state()) {
     for (std::size_t i = 0; i < inputs.size(); ++i) {
       fakes_.push_back(inputs[i].defined() ? enter(inputs[i], ValueKind::kInput, str("x", i)) : at::Tensor());
     }
@@ -61,7 +64,7 @@ class CaptureScope final : public OperatorScope {
               .place = ""};
     std::vector<at::Tensor> originals;
     for (std::size_t i = 0; i < call.argument_count(); ++i) node.arguments.push_back(take(call, i, node, originals));
-    node.place = last_parameter_.empty() ? std::string("the beginning") : str("'", last_parameter_, "'");
+    node.place = place();
     // A move to another device must be seen as one, though all devices are meta here.
     auto results = detail::run_for_shapes(
         call, /*moves=*/false, kWho,
@@ -69,6 +72,56 @@ class CaptureScope final : public OperatorScope {
     give(call, node, results, originals);
     graph_.nodes.push_back(std::move(node));
     call.replace(std::move(results));
+  }
+
+  std::size_t begin_region(const std::string& what) override {
+    TORCH_CHECK(
+        options_.keeps_regions, kWho, ": the forward uses ", what, ", behind ", place(),
+        ", which holds a graph of its own: no cut goes through it. Set CompileOptions::keeps_regions to keep it ",
+        "whole, as one operator with all the parameters in it; or turn splitting off with ",
+        "CompileOptions::mode = SplitMode::kOff, at the cost of every overlap of reductions with backward; or ", "put ",
+        what, " around the compiled module.");
+    return graph_.nodes.size();
+  }
+
+  void end_region(std::size_t begin, const std::string& what, const std::vector<at::Tensor>& outputs,
+                  RegionRun run) override {
+    std::vector<std::size_t> inside;
+    std::unordered_set<ValueId> made;
+    Node node{
+        .op = std::nullopt, .arguments = {}, .results = {}, .reads = {}, .makes = {}, .writes = {}, .place = place()};
+    for (auto n = begin; n < graph_.nodes.size(); ++n) {
+      const auto& each = graph_.nodes[n];
+      inside.push_back(n);
+      made.insert(each.makes.begin(), each.makes.end());
+      node.is_random = node.is_random || each.is_random;
+      for (const auto id : each.writes) {
+        TORCH_CHECK(made.contains(id), kWho, ": ", each.name(), " inside of ", what, ", behind ", each.place,
+                    ", writes to '", graph_.values[id].name, "', which is from outside. It would be written once more ",
+                    "when backward runs it again: put ", what, " around the compiled module.");
+      }
+    }
+    for (const auto& output : outputs) {
+      if (!output.defined()) continue;
+      const auto id = known(output, str("what ", what, " returns"));
+      if (made.erase(id) > 0) node.makes.push_back(id);
+    }
+    hidden_.insert(made.begin(), made.end());
+    if (!node.makes.empty()) {
+      auto body = extract(graph_, inside, node.makes);
+      Argument all{.kind = Argument::Kind::kTensorList, .plain = {}, .values = {}};
+      for (const auto id : body.inputs) all.values.emplace_back(id);
+      node.arguments.push_back(std::move(all));
+      node.results.emplace_back(node.makes.begin(), node.makes.end());
+      node.reads = std::move(body.inputs);
+      auto function = backend_named("eager")(body.graph, {});
+      node.region = std::make_shared<const Region>(
+          Region{.name = what, .body = std::move(body.graph), .run = [function, run](const auto& inputs) {
+                   return run(function, inputs);
+                 }});
+    }
+    graph_.nodes.resize(begin, Node{});
+    if (node.region) graph_.nodes.push_back(std::move(node));
   }
 
   Graph finish(const std::vector<at::Tensor>& outputs) {
@@ -97,6 +150,9 @@ class CaptureScope final : public OperatorScope {
   }
 
  private:
+  /// Where the forward is, for messages.
+  std::string place() const { return last_parameter_.empty() ? "the beginning" : str("'", last_parameter_, "'"); }
+
   /// Adds a value from outside; its fake.
   at::Tensor enter(const at::Tensor& tensor, ValueKind kind, std::string name) {
     TORCH_CHECK(dynamic_cast<const RuledTensorImpl*>(tensor.unsafeGetTensorImpl()) == nullptr &&
@@ -144,7 +200,11 @@ class CaptureScope final : public OperatorScope {
 
   ValueId known(const at::Tensor& tensor, const std::string& where) {
     const auto found = ids_.find(tensor.unsafeGetTensorImpl());
-    if (found != ids_.end()) return found->second;
+    if (found != ids_.end()) {
+      TORCH_CHECK(!hidden_.contains(found->second), kWho, ": ", where, ", ", TensorLook::of(tensor).to_string(),
+                  ", was computed inside of a checkpoint() that does not return it. Return it from there.");
+      return found->second;
+    }
     if (const auto same = twin_of(tensor)) return *same;
     TORCH_CHECK(
         !tensor.is_meta(), kWho, ": ", where, ", ", TensorLook::of(tensor).to_string(),
@@ -287,6 +347,7 @@ class CaptureScope final : public OperatorScope {
     }
   }
 
+  const CaptureOptions options_;
   Graph graph_;
   at::Device home_ = at::kCPU;
   const AutocastState autocast_;
@@ -296,6 +357,7 @@ class CaptureScope final : public OperatorScope {
   std::vector<at::Tensor> kept_;
   std::vector<std::pair<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>, std::string>> watched_;
   std::unordered_map<c10::TensorImpl*, ValueId> ids_;
+  std::unordered_set<ValueId> hidden_;               // that only the inside of a region has
   std::unordered_map<ValueId, at::Tensor> fake_of_;  // of what comes from outside
   std::unordered_map<c10::StorageImpl*, at::Tensor> twins_;
   std::unordered_map<c10::StorageImpl*, c10::StorageImpl*> alias_of_;
@@ -327,9 +389,10 @@ std::vector<OuterTensor> outer_tensors(const torch::nn::Module& module) {
 }
 
 Graph capture(const std::vector<at::Tensor>& inputs, const std::vector<OuterTensor>& outer,
-              const std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>& fakes)>& forward) {
-  const auto scope = std::make_shared<CaptureScope>(inputs, outer);
-  const CaptureMark capturing;
+              const std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>& fakes)>& forward,
+              const CaptureOptions& options) {
+  const auto scope = std::make_shared<CaptureScope>(inputs, outer, options);
+  const CaptureMark capturing(*scope);
   std::vector<at::Tensor> outputs;
   {
     const EnterScope entered(scope);

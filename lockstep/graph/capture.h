@@ -22,6 +22,11 @@ struct OuterTensor {
 /// Parameters, then buffers, of a module, each once: tied ones have the name they are met by first.
 std::vector<OuterTensor> outer_tensors(const torch::nn::Module& module);
 
+struct CaptureOptions {
+  /// A checkpoint() inside becomes one node (Region). Otherwise it is refused.
+  bool keeps_regions = false;
+};
+
 /// What `forward` does with `inputs`. It is called once, with tensors that look like the inputs and show the device
 /// `meta`, and returns the tensors it gives back; real parameters and buffers are neither read nor changed, and no
 /// random number is drawn. Values of the graph: inputs, then `outer`, then constants.
@@ -30,7 +35,8 @@ std::vector<OuterTensor> outer_tensors(const torch::nn::Module& module);
 /// functions of the program's own, whose backward a graph does not have, and for tensors that need gradients and are
 /// neither inputs nor among `outer`.
 Graph capture(const std::vector<at::Tensor>& inputs, const std::vector<OuterTensor>& outer,
-              const std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>& fakes)>& forward);
+              const std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>& fakes)>& forward,
+              const CaptureOptions& options = {});
 
 /// Calls `function` on tensors without elements, also through operators that libtorch has no kernel of for them.
 std::vector<at::Tensor> run_on_fakes(

@@ -14,6 +14,7 @@
 #include "lockstep/ddp/reducer.h"
 #include "lockstep/nn/module_access.h"
 #include "lockstep/nn/module_tensors.h"
+#include "lockstep/shard/layout_of.h"
 
 namespace lockstep::graph {
 namespace {
@@ -24,15 +25,15 @@ bool looks_like(const at::Tensor& tensor, const TensorLook& look) {
          tensor.strides() == look.strides;
 }
 
-/// A parameter where the module registered it, so that a run finds what is there now; or a buffer, which modules do not
-/// exchange.
+/// A parameter where the module registered it, so that a run finds what is there now; or what modules do not exchange:
+/// a buffer, or the whole of a parameter whose shard is registered.
 struct Slot {
   const at::Tensor* registered = nullptr;
-  at::Tensor buffer = {};
+  at::Tensor kept = {};
   std::string name = "";
+  bool is_parameter = true;
 
-  bool is_parameter() const { return registered != nullptr; }
-  const at::Tensor& tensor() const { return is_parameter() ? *registered : buffer; }
+  const at::Tensor& tensor() const { return registered != nullptr ? *registered : kept; }
 };
 
 std::vector<Slot> slots_of(torch::nn::Module& module) {
@@ -45,12 +46,23 @@ std::vector<Slot> slots_of(torch::nn::Module& module) {
   lockstep::detail::for_each_module(module, [&](const std::string& prefix, const torch::nn::Module& each) {
     auto& open = const_cast<torch::nn::Module&>(each);  // NOLINT(cppcoreguidelines-pro-type-const-cast): looked at only
     for (const auto& item : lockstep::detail::ModuleAccess::parameters_of(open).items()) {
-      if (is_new(item.value())) slots.push_back({.registered = &item.value(), .name = joined_name(prefix, item.key())});
+      if (!is_new(item.value())) continue;
+      const auto name = joined_name(prefix, item.key());
+      if (!has_gathered_layout(item.value())) {
+        slots.push_back({.registered = &item.value(), .name = name});
+        continue;
+      }
+      // What forward computes with. Who touches it in a run finds it gathered.
+      const auto wholes = gathered_wholes(item.value());
+      for (std::size_t i = 0; i < wholes.size(); ++i) {
+        slots.push_back({.kept = wholes[i], .name = wholes.size() == 1 ? name : str(name, ".", i)});
+      }
     }
   });
   lockstep::detail::for_each_module(module, [&](const std::string& prefix, const torch::nn::Module& each) {
     for (const auto& item : each.named_buffers(/*recurse=*/false)) {
-      if (is_new(item.value())) slots.push_back({.buffer = item.value(), .name = joined_name(prefix, item.key())});
+      if (is_new(item.value()))
+        slots.push_back({.kept = item.value(), .name = joined_name(prefix, item.key()), .is_parameter = false});
     }
   });
   return slots;
@@ -211,17 +223,18 @@ std::optional<Compiler::Result> Compiler::run(
     std::vector<OuterTensor> outer;
     for (const auto& slot : entry->slots) {
       entry->looks.push_back(TensorLook::of(slot.tensor()));
-      outer.push_back({slot.name, slot.tensor(), slot.is_parameter()});
+      outer.push_back({slot.name, slot.tensor(), slot.is_parameter});
     }
+    const auto split = split_for(options_, wrapper);
     auto graph =
-        capture(inputs, outer, [&](const std::vector<at::Tensor>& fakes) { return forward(fakes, entry->shape); });
+        capture(inputs, outer, [&](const std::vector<at::Tensor>& fakes) { return forward(fakes, entry->shape); },
+                {.keeps_regions = options_.keeps_regions || !split});
     TORCH_CHECK(
         slots_of(module).size() == entry->slots.size(), "[lockstep/graph] capture: ", name_,
         " registered parameters or buffers while its forward was captured, which have no memory now. Register them ",
         "in its constructor, or run it once before it is compiled.");
     const auto backend = options_.custom_backend ? options_.custom_backend : backend_named(options_.backend);
-    entry->program = std::make_unique<Program>(std::move(graph), split_for(options_, wrapper), backend, entry->outer(),
-                                               options_.dump);
+    entry->program = std::make_unique<Program>(std::move(graph), split, backend, entry->outer(), options_.dump);
     const bool is_first = entries_.empty();
     entries_.push_back(std::move(entry));
     if (is_first && options_.aligns_buckets && wrapper != nullptr) align(*wrapper, *entries_.back()->program);

@@ -49,6 +49,9 @@ struct CompileOptions {
   std::optional<std::size_t> first_bucket_cap = std::nullopt;
   /// Makes the wrapper's buckets those of the cuts, in the first forward, which then is a collective of its group.
   bool aligns_buckets = false;
+  /// A checkpoint() inside stays whole: one operator, with all the parameters in it. Without, it is refused where the
+  /// graph is cut. It must write to nothing from outside, such as running statistics.
+  bool keeps_regions = false;
   std::size_t max_captures = 8;
   Dump dump = nullptr;
 };

@@ -49,7 +49,8 @@ class Translator {
   }
 
   void add(const lockstep::graph::Node& node) {
-    const auto& schema = node.op.schema();
+    TORCH_CHECK(node.op, node.name(), " is no operator");
+    const auto& schema = node.op->schema();
     std::vector<TsValue*> inputs;
     for (std::size_t i = 0; i < node.arguments.size(); ++i) {
       inputs.push_back(argument_of(node.arguments[i], schema.arguments()[i].type()));

@@ -67,6 +67,10 @@ at::Tensor TensorLook::fake() const {
   return tensor;
 }
 
+const std::string& Node::name() const {
+  return region ? region->name : op->schema().name();
+}
+
 std::size_t Graph::count(ValueKind kind) const {
   return static_cast<std::size_t>(
       std::count_if(values.begin(), values.end(), [&](const Value& value) { return value.kind == kind; }));
@@ -84,7 +88,9 @@ std::string Graph::to_string() const {
     for (const auto& result : node.results) results.push_back(text_of(result, values));
     std::vector<std::string> arguments;
     for (const auto& argument : node.arguments) arguments.push_back(text_of(argument, values));
-    out << "  " << join(results, ", ") << " = " << node.name() << "(" << join(arguments, ", ") << ")\n";
+    out << "  " << join(results, ", ") << " = " << node.name() << "(" << join(arguments, ", ") << ")";
+    if (node.region) out << " of " << node.region->body.nodes.size() << " operators";
+    out << "\n";
   }
   out << "  return " << text_of(outputs, values) << "\n";
   return out.str();
@@ -120,7 +126,11 @@ void run_node(const Node& node, std::vector<at::Tensor>& environment) {
   for (const auto& argument : node.arguments) stack.push_back(argument_of(argument, environment));
   {
     const c10::AutoGradMode grad_mode(c10::GradMode::is_enabled() && !node.is_without_gradients);
-    node.op.callBoxed(stack);
+    if (node.region) {
+      stack = {node.region->run(stack.front().toTensorVector())};
+    } else {
+      node.op->callBoxed(stack);
+    }
   }
   const auto put = [&](const std::optional<ValueId>& id, const at::Tensor& tensor) {
     if (id) environment[*id] = tensor;

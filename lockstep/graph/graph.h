@@ -11,6 +11,8 @@
 #include <ATen/core/stack.h>
 
 #include <cstddef>
+#include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -55,8 +57,10 @@ struct Argument {
   std::vector<std::optional<ValueId>> values;  // none: an undefined tensor
 };
 
+struct Region;
+
 struct Node {
-  c10::OperatorHandle op;
+  std::optional<c10::OperatorHandle> op;  // none: a region
   std::vector<Argument> arguments;
   /// By result of the operator: its tensors; a result that is no list has one, none if it is no tensor.
   std::vector<std::vector<std::optional<ValueId>>> results;
@@ -66,8 +70,10 @@ struct Node {
   bool is_random = false;
   bool is_without_gradients = false;  // though the forward is with them
   std::string place;                  // which parameters were used before it, for messages
+  /// Instead of an operator: a graph that is run in a way of its own, such as a checkpoint. No cut goes through it.
+  std::shared_ptr<const Region> region = nullptr;
 
-  const std::string& name() const { return op.schema().name(); }
+  const std::string& name() const;
 };
 
 class Graph {
@@ -84,6 +90,13 @@ class Graph {
   std::string to_string() const;
   /// For Graphviz: dot -Tsvg. `part_of` gives each node's part, if it was split.
   std::string to_dot(const std::vector<std::size_t>& part_of = {}) const;
+};
+
+/// One list of tensors goes in, one comes out.
+struct Region {
+  std::string name;  // "checkpoint()"
+  Graph body;
+  std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>& inputs)> run;
 };
 
 /// Runs a node on tensors by value. Results that are new go into `environment`; operators are called as the program

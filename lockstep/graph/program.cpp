@@ -28,16 +28,15 @@ Program::Program(Graph graph, const std::optional<SplitOptions>& split, Backend 
   }
   for (const auto& value : graph_.values) known_looks_.push_back(value.look);
   if (dump) dump("original", graph_.to_string());
-  for (std::size_t i = 0; i < buckets_.size(); ++i) {
-    if (buckets_[i].nodes.empty()) continue;  // a forward without operators
-    CompiledPart part{.part = extract_part(graph_, buckets_[i].nodes)};
-    TORCH_INTERNAL_ASSERT(buckets_.size() == 1 || !part.part.outputs.empty(), "part ", i, " has no output");
-    part.name = str("compiled_part_", i);
+  for (auto& extracted : extract_parts(graph_, buckets_)) {
+    const auto number = parts_.size();
+    CompiledPart part{.part = std::move(extracted)};
+    part.name = str("compiled_part_", number);
     part.reason = buckets_.size() == 1
                       ? "whole: nothing asked for a cut"
                       : "cut where a gradient bucket ends, so that its reduction overlaps with backward; "
                         "CompileOptions::mode = SplitMode::kOff turns it off";
-    if (dump) dump(str("part ", i), part.part.graph.to_string());
+    if (dump) dump(str("part ", number), part.part.graph.to_string());
     parts_.push_back(std::move(part));
   }
   for (std::size_t i = 0; i < parts_.size(); ++i) compile(i, outer);

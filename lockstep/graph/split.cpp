@@ -185,10 +185,9 @@ std::vector<Bucket> plan_split(const Graph& graph, const SplitOptions& options) 
   return buckets;
 }
 
-Part extract_part(const Graph& graph, const std::vector<std::size_t>& nodes) {
+Part extract(const Graph& graph, const std::vector<std::size_t>& nodes, const std::vector<ValueId>& outputs) {
   Part part;
   std::unordered_map<ValueId, ValueId> place;
-  std::set<ValueId> made;
   const auto put = [&](ValueId id) {
     const auto [found, is_new] = place.try_emplace(id, part.graph.values.size());
     if (is_new) part.graph.values.push_back(graph.values[id]);
@@ -204,11 +203,7 @@ Part extract_part(const Graph& graph, const std::vector<std::size_t>& nodes) {
       part.graph.inputs.push_back(here);
       part.inputs.push_back(id);
     }
-    for (const auto id : node.makes) {
-      put(id);
-      made.insert(id);
-    }
-    for (const auto id : node.writes) made.insert(id);
+    for (const auto id : node.makes) put(id);
     const auto renumber = [&](std::vector<ValueId>& ids) {
       for (auto& id : ids) id = place.at(id);
     };
@@ -224,12 +219,24 @@ Part extract_part(const Graph& graph, const std::vector<std::size_t>& nodes) {
     renumber(copy.writes);
     part.graph.nodes.push_back(std::move(copy));
   }
-  const auto add_output = [&](ValueId id) {
-    if (!made.contains(id) || std::find(part.outputs.begin(), part.outputs.end(), id) != part.outputs.end()) return;
-    // What comes from outside and is written here is the same tensor there.
-    if (graph.values[id].kind != ValueKind::kResult) return;
+  for (const auto id : outputs) {
     part.outputs.push_back(id);
     part.graph.outputs.emplace_back(place.at(id));
+  }
+  return part;
+}
+
+Part extract_part(const Graph& graph, const std::vector<std::size_t>& nodes) {
+  std::set<ValueId> made;
+  for (const auto n : nodes) {
+    made.insert(graph.nodes[n].makes.begin(), graph.nodes[n].makes.end());
+    made.insert(graph.nodes[n].writes.begin(), graph.nodes[n].writes.end());
+  }
+  std::vector<ValueId> outputs;
+  const auto add_output = [&](ValueId id) {
+    // What comes from outside and is written here is the same tensor there.
+    if (graph.values[id].kind != ValueKind::kResult || made.erase(id) == 0) return;
+    outputs.push_back(id);
   };
   for (auto n = nodes.back() + 1; n < graph.nodes.size(); ++n) {
     for (const auto id : graph.nodes[n].reads) add_output(id);
@@ -237,7 +244,18 @@ Part extract_part(const Graph& graph, const std::vector<std::size_t>& nodes) {
   for (const auto& id : graph.outputs) {
     if (id) add_output(*id);
   }
-  return part;
+  return extract(graph, nodes, outputs);
+}
+
+std::vector<Part> extract_parts(const Graph& graph, const std::vector<Bucket>& buckets) {
+  std::vector<Part> parts;
+  for (const auto& bucket : buckets) {
+    if (bucket.nodes.empty()) continue;  // a forward without operators
+    parts.push_back(extract_part(graph, bucket.nodes));
+    TORCH_INTERNAL_ASSERT(buckets.size() == 1 || !parts.back().outputs.empty(), "[lockstep/graph] part ",
+                          parts.size() - 1, " of ", buckets.size(), " has no output");
+  }
+  return parts;
 }
 
 std::string bucket_table(const std::vector<Bucket>& buckets) {

@@ -44,6 +44,10 @@ struct Part {
   std::vector<ValueId> outputs;  // the same for outputs
 };
 Part extract_part(const Graph& graph, const std::vector<std::size_t>& nodes);
+/// The same with outputs that are given: values that these nodes make.
+Part extract(const Graph& graph, const std::vector<std::size_t>& nodes, const std::vector<ValueId>& outputs);
+/// One for each bucket. Several parts of which one has no output are an internal error: plan_split() makes none.
+std::vector<Part> extract_parts(const Graph& graph, const std::vector<Bucket>& buckets);
 
 /// Buckets as a table: the one reduced first has index 0. Then, if any were extended, by how much.
 std::string bucket_table(const std::vector<Bucket>& buckets);

@@ -19,6 +19,7 @@ namespace impl = torch::autograd::impl;
 struct LayoutHook {
   std::shared_ptr<const Layout> layout;
   bool is_gathered = false;
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> wholes = {};
 
   at::TensorBase operator()(const at::TensorBase& /*gradient*/) const { return {}; }
 };
@@ -40,9 +41,20 @@ std::shared_ptr<const Layout> layout_of(const at::Tensor& tensor) {
   return hook == nullptr ? nullptr : hook->layout;
 }
 
-void set_gathered_layout(const at::Tensor& tensor, Layout layout) {
+void set_gathered_layout(const at::Tensor& tensor, Layout layout, const std::vector<at::Tensor>& wholes) {
   set_layout(tensor, std::move(layout));
-  find_hook(tensor)->is_gathered = true;
+  auto& hook = *find_hook(tensor);
+  hook.is_gathered = true;
+  for (const auto& whole : wholes) hook.wholes.emplace_back(whole.getIntrusivePtr());
+}
+
+std::vector<at::Tensor> gathered_wholes(const at::Tensor& tensor) {
+  std::vector<at::Tensor> wholes;
+  if (!has_gathered_layout(tensor)) return wholes;
+  for (const auto& each : find_hook(tensor)->wholes) {
+    if (auto whole = each.lock()) wholes.emplace_back(std::move(whole));
+  }
+  return wholes;
 }
 
 bool has_gathered_layout(const at::Tensor& tensor) {

@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <vector>
 
 #include "lockstep/shard/layout.h"
 
@@ -23,8 +24,11 @@ void set_layout(const at::Tensor& tensor, Layout layout);
 
 /// The same for a part that somebody gathers before its module computes, and whose gradient they reduce: a shard of
 /// FSDP. With what only carries a layout, as tensor parallelism leaves it, modules compute as it is.
-void set_gathered_layout(const at::Tensor& tensor, Layout layout);
+/// `wholes` are what modules compute with, tensors whose memory comes and goes; they are not kept alive.
+void set_gathered_layout(const at::Tensor& tensor, Layout layout, const std::vector<at::Tensor>& wholes);
 bool has_gathered_layout(const at::Tensor& tensor);
+/// Those that still are; none of a tensor that is not gathered. Several of one that is many parameters, flat.
+std::vector<at::Tensor> gathered_wholes(const at::Tensor& tensor);
 
 /// Whether somebody else has hooked its gradient: a layout is held by a hook too.
 bool has_gradient_hooks(const at::Tensor& tensor);

@@ -344,7 +344,7 @@ struct OddImpl : torch::nn::Module {
 };
 TORCH_MODULE(Odd);
 
-// GRAPH-6, GRAPH-8, GRAPH-22
+// GRAPH-6, GRAPH-8
 TEST(GraphCompiled, RefusesWhatAGraphCannotHold) {
   const auto x = torch::randn({3, 4});
   closure_weight();
@@ -358,7 +358,6 @@ TEST(GraphCompiled, RefusesWhatAGraphCannotHold) {
   refuses("closure", {"needs gradients", "'layer.", "Register it"});
   refuses("data", {"made by no operator", "detach()"});
   refuses("inference", {"InferenceMode"});
-  refuses("checkpoint", {"checkpoint()", "around the compiled module"});
   // Nothing is left behind: the thread's operators are its own again.
   EXPECT_FALSE(is_capturing());
   EXPECT_EQ(torch::ones({1}).item<float>(), 1);
@@ -466,6 +465,27 @@ TEST(GraphCompiled, RunsAPartAsItWasCapturedIfTheBackendFails) {
 TEST(GraphCompiled, RunsThroughTorchScript) {
   expect_same<Mlp>({.backend = "executor"}, torch::randn({3, 8}), /*is_exact=*/false);
   expect_same<ConvNet>({.backend = "executor"}, torch::randn({4, 2, 5, 5}), /*is_exact=*/false);
+}
+
+// GRAPH-37
+TEST(GraphCompiled, IsOneNodeOfTorchScriptFromTheFirstForwardOn) {
+  Compiled<Mlp> model;
+  model->set_compile_options({.backend = "executor"});
+  for (int step = 0; step < 3; ++step) {
+    std::vector<std::string> names;
+    const auto output = model->forward(torch::randn({3, 8}));
+    std::vector<torch::autograd::Node*> open = {output.grad_fn().get()};
+    while (!open.empty()) {
+      auto* const node = open.back();
+      open.pop_back();
+      names.push_back(node->name());
+      for (const auto& edge : node->next_edges()) {
+        if (edge.function) open.push_back(edge.function.get());
+      }
+    }
+    EXPECT_NE(names[0].find("DifferentiableGraph"), std::string::npos) << step << names[0];
+    for (const auto& name : names) EXPECT_EQ(name.find("Addmm"), std::string::npos) << step;
+  }
 }
 
 }  // namespace lockstep::graph_compiled_test

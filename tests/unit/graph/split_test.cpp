@@ -356,4 +356,24 @@ TEST(GraphSplit, ShowsBucketsAndGraphs) {
   EXPECT_EQ(graph::describe({torch::ones({2, 3}), at::Tensor(), torch::ones({})}), "(T[2, 3], none, T[])");
 }
 
+// GRAPH-27
+TEST(GraphSplit, PartsHaveOutputsThatSomebodyReads) {
+  const auto graph = graph::capture({torch::randn({2, 2})}, {}, [](const std::vector<at::Tensor>& fakes) {
+    const auto used = fakes[0] * 2;
+    const auto unread = used + 1;
+    return std::vector<at::Tensor>{used - 1};
+  });
+  ASSERT_EQ(graph.nodes.size(), 3);
+  std::vector<Bucket> buckets(2);
+  buckets[0].nodes = {0, 1};
+  buckets[1].nodes = {2};
+  const auto parts = graph::extract_parts(graph, buckets);
+  EXPECT_EQ(parts[0].outputs, graph.nodes[0].makes) << "what nobody reads is dropped";
+  buckets.resize(3);
+  buckets[0].nodes = {0};
+  buckets[1].nodes = {1};
+  buckets[2].nodes = {2};
+  expect_error([&] { graph::extract_parts(graph, buckets); }, {"part 1 of 3 has no output"});
+}
+
 }  // namespace lockstep::graph_split_test

@@ -47,11 +47,16 @@ TEST(LayoutOf, GivesWhatWasSet) {
 TEST(LayoutOf, TellsWhatIsGathered) {
   const auto tensor = carrier();
   EXPECT_FALSE(has_gathered_layout(tensor)) << "modules compute with it as it is";
-  set_gathered_layout(tensor, layout_for(4));
+  auto whole = at::ones({8, 3});
+  set_gathered_layout(tensor, layout_for(4), {whole});
   EXPECT_TRUE(has_gathered_layout(tensor));
+  ASSERT_EQ(gathered_wholes(tensor).size(), 1);
+  EXPECT_TRUE(gathered_wholes(tensor)[0].is_same(whole));
+  whole = at::Tensor();
+  EXPECT_TRUE(gathered_wholes(tensor).empty()) << "it keeps nothing alive";
   set_layout(tensor, layout_for(4));
   EXPECT_FALSE(has_gathered_layout(tensor)) << "replaced";
-  set_gathered_layout(tensor, layout_for(4));
+  set_gathered_layout(tensor, layout_for(4), {});
   clear_layout(tensor);
   EXPECT_FALSE(has_gathered_layout(tensor));
   EXPECT_FALSE(has_gathered_layout(at::Tensor()));
