@@ -171,6 +171,11 @@ RRefPtr call_remote(const Callee& to, const std::string& function, std::vector<c
   return user;
 }
 
+void check_class_name(const std::string& given, const std::string& before, const std::type_info& type) {
+  TORCH_CHECK(before.empty() || before == given, "[lockstep/rpc] class ", readable(type), " is registered twice: as '",
+              before, "' and as '", given, "'. remote() could not tell which one is meant: derive a class of its own.");
+}
+
 void refuse_unregistered(const std::string& what, const std::string& remedy) {
   TORCH_CHECK(false, "[lockstep/rpc] ", what, " is not registered here. Register it with ", remedy, ".");
 }

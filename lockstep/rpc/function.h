@@ -187,6 +187,14 @@ std::string& class_name() {
   return *name;
 }
 
+void check_class_name(const std::string& given, const std::string& before, const std::type_info& type);
+/// A class has one name.
+template <class T>
+void name_class(const std::string& name) {
+  check_class_name(name, class_name<T>(), typeid(T));
+  class_name<T>() = name;
+}
+
 [[noreturn]] void refuse_unregistered(const std::string& what, const std::string& remedy);
 
 template <class T, class Method>
@@ -258,7 +266,7 @@ void allow_operator(const std::string& schema_name);
 template <class T>
 class class_ {  // NOLINT(readability-identifier-naming): as torch::class_
  public:
-  explicit class_(std::string name) : name_(std::move(name)) { detail::class_name<T>() = name_; }
+  explicit class_(std::string name) : name_(std::move(name)) { detail::name_class<T>(name_); }
 
   /// One constructor per class.
   template <class... Args>

@@ -96,7 +96,7 @@ class module_class {  // NOLINT(readability-identifier-naming): as class_
 
  public:
   explicit module_class(std::string name) : name_(std::move(name)) {
-    detail::class_name<M>() = name_;
+    detail::name_class<M>(name_);
     using detail::register_function;
     register_function(name_ + ".forward", detail::module_forward<M>(&M::forward));
     detail::register_module_functions(name_, [](const c10::IValue& object) -> std::shared_ptr<torch::nn::Module> {

@@ -12,10 +12,13 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
 
+#include "lockstep/base/str.h"
 #include "lockstep/dtensor/dtensor.h"
 #include "lockstep/testing/checks.h"
 #include "lockstep/testing/continuous.h"
@@ -100,10 +103,23 @@ inline std::vector<std::string> gtest_variables() {
           "GTEST_SHUFFLE",      "GTEST_OUTPUT",      "GTEST_FAIL_FAST",         "GTEST_BRIEF"};
 }
 
-/// How a fresh process comes to the current test. `label` tells several calls in one test apart.
+/// How often the current test has asked this, from 0: a fresh process that comes to the test counts the same.
+inline int next_call_number(const std::string& label) {
+  static std::map<std::string, int> counts;
+  static std::pair<const void*, std::int64_t> counted;
+  const auto* test = ::testing::UnitTest::GetInstance()->current_test_info();
+  const std::pair<const void*, std::int64_t> current = {test, test->result()->start_timestamp()};
+  if (counted != current) counts.clear();
+  counted = current;
+  return counts[label]++;
+}
+
+/// How a fresh process comes to the current test, and to this call of it. `label` tells calls apart that not every
+/// process comes to.
 inline ProcessCall call_from_gtest(const std::string& label = "") {
   const auto name = current_test_name();
-  return {.name = name + (label.empty() ? "" : "#" + label),
+  const auto number = next_call_number(label);
+  return {.name = str(name, label.empty() ? "" : "#", label, number == 0 ? "" : str("#", number)),
           .arguments = {"--gtest_filter=" + name, "--gtest_brief=1"},
           .unset = gtest_variables()};
 }

@@ -165,6 +165,9 @@ TEST_F(RpcCalls, ReachFunctionsThatWereRegisteredLater) {
     EXPECT_EQ(rpc_sync((rank + 1) % 4, late), (rank + 1) % 4);
     expect_error([] { rpc::function("registered_late", [](std::string) {}); },
                  {"'registered_late' is registered twice", "() -> int", "(str) -> None"});
+    struct Twice {};
+    const rpc::class_<Twice> once("calls.Once");
+    expect_error([] { rpc::class_<Twice>("calls.Twice"); }, {"Twice", "'calls.Once' and as 'calls.Twice'"});
     rpc::barrier();
   });
 }

@@ -12,17 +12,14 @@
 #include "lockstep/rpc/rpc.h"
 #include "lockstep/testing/gtest.h"
 #include "lockstep/zero/zero_redundancy_optimizer.h"
+#include "tests/support/rpc_linear.h"
 
 namespace lockstep::rpc_ddp_test {
 
+using rpc::make_linear;
 using rpc::RemoteModule;
 using rpc::rpc_sync;
 
-torch::nn::Linear make_linear(std::int64_t in, std::int64_t out) {
-  return torch::nn::Linear(torch::nn::LinearOptions(in, out).bias(false));
-}
-
-const auto linear = rpc::module_class<torch::nn::LinearImpl>("ddp_test.Linear").made_by(&make_linear);
 const auto gradient_of =
     rpc::function("ddp_test.gradient_of", [](rpc::RRef<at::Tensor> parameter, std::int64_t context) {
       return dist_autograd::get_gradients(context).at(parameter.local_value());

@@ -8,6 +8,7 @@
 #include "lockstep/rpc/remote_module.h"
 #include "lockstep/rpc/rpc.h"
 #include "lockstep/testing/gtest.h"
+#include "tests/support/rpc_linear.h"
 
 namespace lockstep::rpc_modules_test {
 
@@ -37,8 +38,6 @@ struct DerivedWordsImpl : ConstWordsImpl {};
 const auto const_words = rpc::module_class<ConstWordsImpl>("ConstWords").constructor<>();
 const auto derived_words = rpc::module_class<DerivedWordsImpl>("DerivedWords").constructor<>();
 const auto words = rpc::module_class<WordsImpl>("Words").constructor<std::int64_t>();
-const auto linear = rpc::module_class<torch::nn::LinearImpl>("Linear").made_by(
-    [](std::int64_t in, std::int64_t out) { return torch::nn::Linear(torch::nn::LinearOptions(in, out).bias(false)); });
 const auto set_weight = rpc::function("set_weight", [](rpc::RRef<torch::nn::LinearImpl> module, at::Tensor weight) {
   const torch::NoGradGuard no_grad;
   module.local_value().weight.copy_(weight);

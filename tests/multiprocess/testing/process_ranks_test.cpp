@@ -384,4 +384,15 @@ TEST(ContinuousRanks, SkipTheRestAfterAFailure) {
 }
 
 }  // namespace
+// TEST-2
+TEST(ProcessRanks, SeveralCallsOfOneTestRunTheirOwnBodies) {
+  for (int call = 0; call < 3; ++call) {
+    const auto report = run_processes_from_gtest({.world_size = 1}, [&](const World& /*world*/) {
+      if (call == 1) throw std::runtime_error("the second one");
+    });
+    if (testing::is_rank_process()) continue;  // on its way to another call
+    EXPECT_EQ(report.has_passed(), call != 1) << report.describe();
+  }
+}
+
 }  // namespace lockstep

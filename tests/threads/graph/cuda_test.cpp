@@ -74,7 +74,7 @@ TEST_F(GraphOnGpu, CompiledModulesTrainAsOthersDo) {
       DistributedDataParallel<Net> ddp(on_device(Net(), world.device()), options);
       const auto compiler = compile(ddp, {.backend = backend, .aligns_buckets = true});
       expect_close(trained(ddp, *ddp.module(), world), expected, backend);
-      EXPECT_GT(compiler->program().parts().size(), 2);
+      EXPECT_GE(compiler->program().parts().size(), 2);
       for (const auto& part : compiler->program().parts()) EXPECT_TRUE(part.is_compiled) << backend;
     }
   });
