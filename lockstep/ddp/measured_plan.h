@@ -10,6 +10,7 @@
 #include <c10/core/Device.h>
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -31,8 +32,16 @@ struct ReductionCost {
 /// Times all-reduces of several sizes and draws a line through them. The same on all ranks. Collective.
 ReductionCost measure_reductions(const GroupPtr& group, c10::Device device = c10::kCPU);
 
-/// When the last reduction ends, from the beginning of backward: one after another, in the plan's order, each begun
-/// when its last gradient is there. `ready_ms` goes by parameter.
+/// A bucket in backward: when its last gradient is there, and its reduction.
+struct BucketTimes {
+  double ready_ms = 0;
+  double begin_ms = 0;
+  double end_ms = 0;
+};
+/// By bucket: reductions one after another, in the plan's order, each begun when it may. `ready_ms` goes by parameter.
+std::vector<BucketTimes> predicted_times(const BucketPlan& plan, const std::vector<double>& ready_ms,
+                                         const ReductionCost& cost);
+/// When the last of them ends.
 double predicted_end_ms(const BucketPlan& plan, const std::vector<double>& ready_ms, const ReductionCost& cost);
 
 /// The plan with the earliest such end, among those that keep the order in which gradients come.
@@ -44,11 +53,18 @@ struct MeasuredPlan {
   ReductionCost cost;
   std::vector<double> ready_ms;  // by parameter, of the slowest rank
   double backward_ms = 0;
-  double end_ms = 0;          // as predicted for this plan
+  double end_ms = 0;          // as predicted for the fastest plan
   double default_end_ms = 0;  // and for the caps that DDP has by itself
+  /// Of steps that were really reduced by the one and by the other; the plan above is whichever took less. None if not
+  /// every gradient comes in a step, or for one rank: then it is the predicted one.
+  std::optional<double> tried_ms = std::nullopt;
+  std::optional<double> default_tried_ms = std::nullopt;
 
-  /// The gain in words, and the buckets.
-  std::string to_string() const;
+  /// The share of the reductions' time in which backward still computes, as predicted.
+  double overlap_share() const;
+  /// The gain in words, buckets with their times, and the overlap; beside what a wrapper measured, if that is given:
+  /// DistributedDataParallel::overlap_share().
+  std::string to_string(std::optional<double> measured_overlap = std::nullopt) const;
 };
 
 struct MeasureOptions {
@@ -57,8 +73,9 @@ struct MeasureOptions {
   BucketCaps caps = {};
 };
 
-/// Measures on the bare module, before it is wrapped: `step` runs a forward and a backward. Gradients are those of
-/// before afterwards. Collective; the same on all ranks.
+/// Measures on the bare module, before it is wrapped: `step` runs a forward and a backward. Then tries the plan that
+/// this speaks for, and the default one: reductions may take from backward what the prediction does not know, such as
+/// cores. Gradients are those of before afterwards. Collective; the same on all ranks.
 MeasuredPlan measure_plan(torch::nn::Module& module, const GroupPtr& group, const std::function<void()>& step,
                           const MeasureOptions& options = {});
 

@@ -2,11 +2,19 @@
 
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/GradMode.h>
+#include <spawn.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
 #include <sstream>
 
 #include "lockstep/base/str.h"
+#include "lockstep/base/unique_fd.h"
 
 namespace lockstep::graph {
 namespace {
@@ -118,6 +126,27 @@ std::string Graph::to_dot(const std::vector<std::size_t>& part_of) const {
   }
   out << "}\n";
   return out.str();
+}
+
+void save_svg(const std::string& dot, const std::string& path) {
+  const UniqueFd text(::memfd_create("graph", MFD_CLOEXEC));
+  TORCH_CHECK(text && ::write(text.get(), dot.data(), dot.size()) == static_cast<ssize_t>(dot.size()) &&
+                  ::lseek(text.get(), 0, SEEK_SET) == 0,
+              "[lockstep/graph] save_svg: no room for the graph's text: ", std::strerror(errno));
+  std::array<std::string, 4> words = {"dot", "-Tsvg", "-o", path};
+  std::array<char*, 5> arguments = {words[0].data(), words[1].data(), words[2].data(), words[3].data(), nullptr};
+  posix_spawn_file_actions_t actions;
+  ::posix_spawn_file_actions_init(&actions);
+  ::posix_spawn_file_actions_adddup2(&actions, text.get(), STDIN_FILENO);
+  pid_t child = -1;
+  const auto error = ::posix_spawnp(&child, "dot", &actions, nullptr, arguments.data(), environ);
+  ::posix_spawn_file_actions_destroy(&actions);
+  TORCH_CHECK(error == 0, "[lockstep/graph] save_svg: the program 'dot' does not start: ", std::strerror(error),
+              ". Install graphviz, or draw the text of to_dot() elsewhere.");
+  int status = 0;
+  while (::waitpid(child, &status, 0) < 0 && errno == EINTR) continue;
+  TORCH_CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "[lockstep/graph] save_svg: 'dot' failed to write '", path,
+              "'; it says why on standard error.");
 }
 
 void run_node(const Node& node, std::vector<at::Tensor>& environment) {

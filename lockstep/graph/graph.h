@@ -92,6 +92,9 @@ class Graph {
   std::string to_dot(const std::vector<std::size_t>& part_of = {}) const;
 };
 
+/// Draws what to_dot() gave into an SVG file. Throws if Graphviz's program `dot` is not there, or fails.
+void save_svg(const std::string& dot, const std::string& path);
+
 /// One list of tensors goes in, one comes out.
 struct Region {
   std::string name;  // "checkpoint()"

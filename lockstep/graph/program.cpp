@@ -83,8 +83,10 @@ void Program::compile(std::size_t index, const std::vector<at::Tensor>& outer) {
     TORCH_CHECK(compiled.function, "it returned no function");
     compiled.is_compiled = true;
   } catch (const std::exception& error) {
+    const auto* const torch_error = dynamic_cast<const c10::Error*>(&error);
     TORCH_WARN("[lockstep/graph] the backend failed on part ", index, " of ", parts_.size(),
-               ", which runs as it was captured: ", error.what());
+               ", which runs as it was captured: ",
+               torch_error != nullptr ? torch_error->what_without_backtrace() : error.what());
     compiled.function = backend_named("eager")(part.graph, examples);
     compiled.is_compiled = false;
   }
@@ -165,6 +167,14 @@ std::vector<at::Tensor> Program::run(const std::vector<at::Tensor>& inputs, cons
   std::vector<at::Tensor> results;
   for (const auto& id : graph_.outputs) results.push_back(id ? environment[*id] : at::Tensor());
   return results;
+}
+
+std::string Program::to_dot() const {
+  std::vector<std::size_t> part_of(graph_.nodes.size(), 0);
+  for (std::size_t i = 0; i < buckets_.size(); ++i) {
+    for (const auto node : buckets_[i].nodes) part_of[node] = i;
+  }
+  return graph_.to_dot(part_of);
 }
 
 std::string Program::describe() const {

@@ -39,6 +39,8 @@ class Program {
   int recompilations() const { return recompilations_; }
   /// Tables of buckets, and what is not as it might be.
   std::string describe() const;
+  /// The graph with its parts, for Graphviz: save_svg() draws it.
+  std::string to_dot() const;
 
  private:
   void compile(std::size_t index, const std::vector<at::Tensor>& outer);

@@ -40,8 +40,12 @@ bool SwitchedAgent::wait(trpc::JitFuture& future, float timeout_seconds) {
   constexpr std::chrono::duration<float> kGrace(0.5F);
   const auto done = std::make_shared<std::promise<void>>();
   future.addCallback([done](trpc::JitFuture&) { done->set_value(); }, /*uses_future=*/false);
-  return done->get_future().wait_for(std::chrono::duration<float>(timeout_seconds) + kGrace) ==
-         std::future_status::ready;
+  if (done->get_future().wait_for(std::chrono::duration<float>(timeout_seconds) + kGrace) !=
+      std::future_status::ready) {
+    return false;
+  }
+  future.wait();  // it is there; but streams of GPUs wait for it here
+  return true;
 }
 
 std::shared_ptr<trpc::RpcAgent> SwitchedAgent::real() const {

@@ -1,5 +1,6 @@
 #include "lockstep/rpc/tensorpipe.h"
 
+#include <ATen/Context.h>
 #include <torch/csrc/distributed/rpc/tensorpipe_agent.h>
 
 namespace lockstep::rpc::detail {
@@ -25,6 +26,8 @@ void check_tensorpipe_options(const RpcOptions& options) {
 
 std::shared_ptr<trpc::RpcAgent> make_tensorpipe_agent(const AgentRequest& request,
                                                       std::unique_ptr<trpc::RequestCallback> callback) {
+  // TensorPipe allocates what arrives there, also if this process has not used the device before.
+  for (const auto& device : request.devices) at::globalContext().lazyInitDevice(device.type());
   return std::make_shared<trpc::TensorPipeAgent>(request.store, request.name,
                                                  static_cast<trpc::worker_id_t>(request.rank), request.world_size,
                                                  tensorpipe_options(request.options, request.devices),

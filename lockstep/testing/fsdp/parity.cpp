@@ -116,7 +116,7 @@ void compare_losses(const at::Tensor& sharded, const at::Tensor& reference) {
   const auto other = Tolerance::of(reference.scalar_type());
   auto tolerance = one.relative > other.relative ? one : other;
   tolerance.compare_dtype = false;
-  check_equal("loss", sharded, reference, tolerance);
+  check_equal("loss", sharded.to(reference.device()), reference, tolerance);  // an offloaded model's is on the host
 }
 
 void compare_parameters(const ModuleState& sharded, const ModuleState& reference, double tolerance) {
@@ -127,10 +127,11 @@ void compare_parameters(const ModuleState& sharded, const ModuleState& reference
     const auto found = sharded.find(name);
     if (found == sharded.end()) throw CheckFailure(str("the sharded model has no parameter '", name, "'"));
     const auto what = str("parameter '", name, "'");
+    const auto value = found->second.to(tensor.device());
     if (tolerance > 0) {
-      check_equal(what, found->second, tensor, {.relative = tolerance, .absolute = tolerance});
+      check_equal(what, value, tensor, {.relative = tolerance, .absolute = tolerance});
     } else {
-      check_parameter(what, found->second, tensor);
+      check_parameter(what, value, tensor);
     }
   }
 }

@@ -36,7 +36,14 @@ TEST(MeasuredPlan, IsTheSameOnAllRanksAndTrainsAsAnyOther) {
     // The last layer's gradients come first.
     EXPECT_LE(measured.ready_ms[6], measured.ready_ms[0]);
     EXPECT_LE(measured.end_ms, measured.default_end_ms + 1e-9);
-    EXPECT_NE(measured.to_string().find("with the default caps"), std::string::npos);
+    ASSERT_TRUE(measured.tried_ms && measured.default_tried_ms);
+    const auto text = measured.to_string(0.5);
+    for (const auto* const words :
+         {"with the default caps", "steps tried", "% predicted, 50 % measured", "begins ms"}) {
+      EXPECT_NE(text.find(words), std::string::npos) << text;
+    }
+    EXPECT_GE(measured.overlap_share(), 0);
+    EXPECT_LE(measured.overlap_share(), 1);
     // The same for all: the constructor compares it.
     DistributedDataParallel<torch::nn::Sequential> ddp(
         model, DdpOptions{.process_group = world.group(), .bucket_plan = measured.plan.save()});
@@ -53,6 +60,28 @@ TEST(MeasuredPlan, IsTheSameOnAllRanksAndTrainsAsAnyOther) {
     }
     EXPECT_EQ(ddp.bucket_plan(), measured.plan);
     EXPECT_LE(compiler->program().parts().size(), measured.plan.buckets().size());
+  });
+}
+
+TEST(MeasuredPlan, TriesNothingIfGradientsAreMissingAndPutsThemBackAnyway) {
+  testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
+    auto model = net();
+    const auto kept = torch::ones({16, 16});
+    model->parameters()[0].mutable_grad() = kept;
+    // On one rank only: both must come to the same plan.
+    const auto measured = measure_plan(
+        *model, world.group(),
+        [&] {
+          const auto x = torch::ones({2, 16});
+          (world.rank() == 0 ? model[0]->as<torch::nn::Linear>()->forward(x) : model->forward(x)).sum().backward();
+        },
+        {.steps = 2});
+    EXPECT_FALSE(measured.tried_ms);
+    EXPECT_TRUE(model->parameters()[0].grad().is_same(kept));
+    testing::expect_error(
+        [&] { measure_plan(*model, world.group(), [] { throw std::runtime_error("no data"); }, {.steps = 2}); },
+        {"no data"});
+    EXPECT_TRUE(model->parameters()[0].grad().is_same(kept));
   });
 }
 

@@ -41,6 +41,19 @@ TEST(MeasuredPlan, WeighsCallsAgainstWaiting) {
   testing::expect_error([&] { fastest_plan(infos, {1, 2}, {}); }, {"4 parameters", "2 times"});
 }
 
+TEST(MeasuredPlan, PredictsTheOverlap) {
+  MeasuredPlan measured{.plan = BucketPlan(parameters({100, 100}), {{.parameters = {1}}, {.parameters = {0}}}),
+                        .cost = {.ms_per_call = 2, .ms_per_byte = 0},
+                        .ready_ms = {4, 1},
+                        .backward_ms = 5};
+  const auto times = predicted_times(measured.plan, measured.ready_ms, measured.cost);
+  ASSERT_EQ(times.size(), 2);
+  EXPECT_EQ(times[0].begin_ms, 1);
+  EXPECT_EQ(times[1].begin_ms, 4);
+  EXPECT_EQ(times[1].end_ms, 6);
+  EXPECT_DOUBLE_EQ(measured.overlap_share(), 0.75) << "two milliseconds, and one of two";
+}
+
 TEST(MeasuredPlan, IsTheBestOfAllThatKeepTheOrder) {
   std::mt19937 random(3);
   for (int trial = 0; trial < 200; ++trial) {

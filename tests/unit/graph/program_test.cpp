@@ -1,7 +1,11 @@
 // Programs of several parts: what backends are shown, what crosses cuts, what errors say.
 #include "lockstep/graph/program.h"
 
+#include <sys/stat.h>
 #include <torch/torch.h>
+
+#include <cstdlib>
+#include <fstream>
 
 #include "lockstep/graph/capture.h"
 #include "lockstep/testing/checks.h"
@@ -164,6 +168,31 @@ TEST(GraphProgram, WithoutCutsHandsOverTheWholeGraph) {
   Program program(graph, graph::SplitOptions{}, backend, outer_of(*net));
   EXPECT_EQ(seen, graph.to_string());
   EXPECT_EQ(program.describe().find("index"), std::string::npos) << "no table of one";
+}
+
+// GRAPH-46
+TEST(GraphProgram, IsDrawnByGraphviz) {
+  const auto graph = graph::capture({torch::randn({2, 2})}, {}, [](const std::vector<at::Tensor>& fakes) {
+    return std::vector<at::Tensor>{fakes[0] * 2 + 1};
+  });
+  const graph::Program program(graph, std::nullopt, graph::backend_named("eager"), {});
+  const auto dot = program.to_dot();
+  EXPECT_NE(dot.find("aten::mul"), std::string::npos);
+  EXPECT_NE(dot.find("cluster_0"), std::string::npos);
+  // A program of this name that keeps what it gets.
+  std::string folder = ::testing::TempDir() + "lockstep-dot-XXXXXX";
+  ASSERT_NE(::mkdtemp(folder.data()), nullptr);
+  const std::string before = std::getenv("PATH");
+  ::setenv("PATH", folder.c_str(), 1);
+  testing::expect_error([&] { graph::save_svg(dot, folder + "/none.svg"); }, {"'dot'", "graphviz", "to_dot()"});
+  std::ofstream(folder + "/dot") << "#!/bin/sh\n[ \"$1 $2\" = '-Tsvg -o' ] && /bin/cat > \"$3\"\n";
+  ::chmod((folder + "/dot").c_str(), 0700);
+  graph::save_svg(dot, folder + "/it's.svg");
+  std::ifstream file(folder + "/it's.svg");
+  EXPECT_EQ(std::string(std::istreambuf_iterator<char>(file), {}), dot);
+  testing::expect_error([&] { graph::save_svg(dot, folder + "/missing/x.svg"); }, {"failed to write", "missing/x.svg"});
+  ::setenv("PATH", before.c_str(), 1);
+  for (const auto* const name : {"/dot", "/it's.svg", ""}) ::remove((folder + name).c_str());
 }
 
 }  // namespace lockstep::graph_program_test
