@@ -71,7 +71,7 @@ def call(samples):
     measure_round_trip("8x64", 50, small, samples)
     measure("in-flight", 1, in_flight, samples)
     assert step()
-    measure("forward-backward", 5, step, samples)
+    measure("forward-backward", 50, step, samples)
     measure_round_trip("1MiB", 5, torch.ones(1 << 18), samples)
     measure_round_trip("64MiB", 1, torch.ones(1 << 24), samples)
 

@@ -84,7 +84,7 @@ Work forward_backward() {
     return dist_autograd::get_gradients(context.id()).contains(input);
   };
   TORCH_CHECK(step(), "the input of the remote module got no gradient");
-  return {"forward-backward", 5, step};
+  return {"forward-backward", 50, step};
 }
 
 /// A server that takes its time, as one with a large table or many clients does.

@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <map>
 #include <optional>
 #include <ostream>
 #include <sstream>
@@ -228,6 +229,25 @@ BucketPlan first_plan(std::vector<ParameterInfo> parameters, const BucketCaps& c
   auto buckets = assign_buckets(parameters, is_capped ? caps.as_list() : std::vector{kNoCap});
   std::reverse(buckets.begin(), buckets.end());
   return {std::move(parameters), std::move(buckets)};
+}
+
+std::vector<PlannedBucket> buckets_of_runs(const std::vector<ParameterInfo>& parameters,
+                                           const std::vector<std::vector<std::size_t>>& runs) {
+  std::vector<PlannedBucket> planned;
+  for (const auto& run : runs) {
+    std::map<std::pair<at::ScalarType, std::string>, std::size_t> open;
+    for (const auto index : run) {
+      const auto& info = parameters[index];
+      if (info.expects_sparse_gradient) {
+        planned.push_back({.parameters = {index}});
+        continue;
+      }
+      const auto [found, is_new] = open.try_emplace({info.dtype, info.device.str()}, planned.size());
+      if (is_new) planned.emplace_back();
+      planned[found->second].parameters.push_back(index);
+    }
+  }
+  return planned;
 }
 
 BucketPlan rebuilt_plan(std::vector<ParameterInfo> parameters, const BucketCaps& caps,

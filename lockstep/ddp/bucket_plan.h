@@ -70,6 +70,11 @@ std::vector<PlannedBucket> assign_buckets(const std::vector<ParameterInfo>& para
                                           const std::vector<std::size_t>& caps_bytes,
                                           const std::vector<std::size_t>& order = {});
 
+/// One bucket for each of `runs`, parameters in this order; or several, since a bucket has one dtype and device, and a
+/// sparse gradient is alone.
+std::vector<PlannedBucket> buckets_of_runs(const std::vector<ParameterInfo>& parameters,
+                                           const std::vector<std::vector<std::size_t>>& runs);
+
 /// The same for tensors, under the name and with the meaning it has in Python: tensors come in the order they are to be
 /// filled in, `tensor_indices` are the indices they have in the result (their places, if it is empty), and the flags,
 /// which may be empty too, go by index.

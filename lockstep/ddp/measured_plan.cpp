@@ -170,15 +170,7 @@ BucketPlan fastest_plan(std::vector<ParameterInfo> parameters, const std::vector
                       order.begin() + static_cast<std::ptrdiff_t>(i));
   }
   std::reverse(runs.begin(), runs.end());
-  std::vector<PlannedBucket> planned;
-  for (const auto& run : runs) {
-    std::map<std::string, std::size_t> open;
-    for (const auto parameter : run) {
-      const auto [found, is_new] = open.try_emplace(kind_of(parameters[parameter]), planned.size());
-      if (is_new) planned.emplace_back();
-      planned[found->second].parameters.push_back(parameter);
-    }
-  }
+  auto planned = buckets_of_runs(parameters, runs);
   return {std::move(parameters), std::move(planned)};
 }
 

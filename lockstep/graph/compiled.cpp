@@ -25,6 +25,14 @@ bool looks_like(const at::Tensor& tensor, const TensorLook& look) {
          tensor.strides() == look.strides;
 }
 
+std::string described(const TensorLook& look) {
+  return str(look.to_string(), " with strides [", join(look.strides, ", "), "] on ", look.device.str(),
+             look.requires_grad ? ", trainable" : "");
+}
+std::string described(const at::Tensor& tensor) {
+  return tensor.defined() ? described(TensorLook::of(tensor)) : "none";
+}
+
 /// A parameter where the module registered it, so that a run finds what is there now; or what modules do not exchange:
 /// a buffer, or the whole of a parameter whose shard is registered.
 struct Slot {
@@ -90,21 +98,27 @@ struct Compiler::Entry {
   std::unique_ptr<Program> program;
   std::shared_ptr<void> shape;
 
-  bool fits(const std::vector<at::Tensor>& given, const std::string& plain_arguments) const {
-    if (given.size() != inputs.size() || plain != plain_arguments || has_grad_mode != c10::GradMode::is_enabled() ||
-        autocast != autocast_state() || wrapper != active_ddp()) {
-      return false;
-    }
+  /// What keeps this call from running it; empty: nothing.
+  std::string obstacle(const std::vector<at::Tensor>& given, const std::string& plain_arguments) const {
+    if (given.size() != inputs.size()) return str(given.size(), " input tensors instead of ", inputs.size());
+    if (plain != plain_arguments) return "arguments that are no tensors, or what capture_guard() says";
+    if (has_grad_mode != c10::GradMode::is_enabled()) return has_grad_mode ? "no gradients" : "gradients";
+    if (autocast != autocast_state()) return "autocast";
+    if (wrapper != active_ddp()) return "another wrapper";
     for (std::size_t i = 0; i < given.size(); ++i) {
-      if (given[i].defined() != inputs[i].has_value() || (inputs[i] && !looks_like(given[i], *inputs[i]))) return false;
+      if (given[i].defined() == inputs[i].has_value() && (!inputs[i] || looks_like(given[i], *inputs[i]))) continue;
+      return str("input ", i, ": ", described(given[i]), " instead of ", inputs[i] ? described(*inputs[i]) : "none");
     }
     for (std::size_t i = 0; i < slots.size(); ++i) {
-      if (!looks_like(slots[i].tensor(), looks[i])) return false;
+      if (looks_like(slots[i].tensor(), looks[i])) continue;
+      return str("'", slots[i].name, "': ", described(slots[i].tensor()), " instead of ", described(looks[i]));
     }
     for (std::size_t i = 0; i < modules.size(); ++i) {
-      if (modules[i]->is_training() != are_training[i]) return false;
+      if (modules[i]->is_training() != are_training[i]) {
+        return str(modules[i]->name(), are_training[i] ? " in eval()" : " in train()");
+      }
     }
-    return true;
+    return {};
   }
   std::vector<at::Tensor> outer() const {
     std::vector<at::Tensor> tensors;
@@ -141,35 +155,21 @@ void align(DdpEngine& wrapper, const Program& program) {
   const auto& infos = reducer.plan().parameters();
   std::map<std::string, std::size_t> index_of;
   for (std::size_t i = 0; i < infos.size(); ++i) index_of.emplace(infos[i].name, i);
-  std::vector<PlannedBucket> planned;
+  std::vector<std::vector<std::size_t>> runs;
   std::set<std::size_t> placed;
-  const auto add = [&](const std::vector<std::size_t>& parameters) {
-    // A bucket has one dtype and device, and a sparse gradient is alone.
-    std::map<std::pair<at::ScalarType, std::string>, std::size_t> open;
-    for (const auto index : parameters) {
-      if (!placed.insert(index).second) continue;
-      const auto& info = infos[index];
-      if (info.expects_sparse_gradient) {
-        planned.push_back({.parameters = {index}});
-        continue;
-      }
-      const auto [found, is_new] = open.try_emplace({info.dtype, info.device.str()}, planned.size());
-      if (is_new) planned.emplace_back();
-      planned[found->second].parameters.push_back(index);
-    }
-  };
   const auto& buckets = program.buckets();
   for (auto bucket = buckets.rbegin(); bucket != buckets.rend(); ++bucket) {
-    std::vector<std::size_t> parameters;
+    auto& run = runs.emplace_back();
     for (const auto& name : bucket->names) {
-      if (const auto found = index_of.find(name); found != index_of.end()) parameters.push_back(found->second);
+      const auto found = index_of.find(name);
+      if (found != index_of.end() && placed.insert(found->second).second) run.push_back(found->second);
     }
-    add(parameters);
   }
-  std::vector<std::size_t> rest;
-  for (std::size_t i = 0; i < infos.size(); ++i) rest.push_back(i);
-  add(rest);
-  wrapper.use_plan(BucketPlan(infos, std::move(planned)));
+  auto& rest = runs.emplace_back();
+  for (std::size_t i = 0; i < infos.size(); ++i) {
+    if (!placed.contains(i)) rest.push_back(i);
+  }
+  wrapper.use_plan(BucketPlan(infos, buckets_of_runs(infos, runs)));
 }
 
 }  // namespace
@@ -190,58 +190,65 @@ std::size_t Compiler::captures() const {
   return entries_.size();
 }
 
-std::optional<Compiler::Result> Compiler::run(
-    torch::nn::Module& module, const std::vector<at::Tensor>& inputs, const std::string& plain_arguments,
-    const std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>& fakes, std::shared_ptr<void>& shape)>&
-        forward) {
-  const auto found = std::find_if(entries_.begin(), entries_.end(),
-                                  [&](const auto& entry) { return entry->fits(inputs, plain_arguments); });
-  if (found == entries_.end()) {
-    if (entries_.size() >= options_.max_captures) {
-      if (!has_warned_) {
-        TORCH_WARN("[lockstep/graph] ", name_, " was captured ", entries_.size(),
-                   " times, for inputs, parameters or modes that differ. From now on calls that fit none of them run ",
-                   "as they are. Raise CompileOptions::max_captures, or give inputs of equal sizes.");
-        has_warned_ = true;
-      }
-      return std::nullopt;
-    }
-    auto entry = std::make_unique<Entry>();
-    for (const auto& input : inputs) {
-      entry->inputs.push_back(input.defined() ? std::optional(TensorLook::of(input)) : std::nullopt);
-    }
-    entry->plain = plain_arguments;
-    entry->has_grad_mode = c10::GradMode::is_enabled();
-    entry->autocast = autocast_state();
-    lockstep::detail::for_each_module(module, [&](const std::string& /*name*/, const torch::nn::Module& each) {
-      entry->modules.push_back(&each);
-      entry->are_training.push_back(each.is_training());
-    });
-    auto* const wrapper = active_ddp();
-    entry->wrapper = wrapper;
-    entry->slots = slots_of(module);
-    std::vector<OuterTensor> outer;
-    for (const auto& slot : entry->slots) {
-      entry->looks.push_back(TensorLook::of(slot.tensor()));
-      outer.push_back({slot.name, slot.tensor(), slot.is_parameter});
-    }
-    const auto split = split_for(options_, wrapper);
-    auto graph =
-        capture(inputs, outer, [&](const std::vector<at::Tensor>& fakes) { return forward(fakes, entry->shape); },
-                {.keeps_regions = options_.keeps_regions || !split});
-    TORCH_CHECK(
-        slots_of(module).size() == entry->slots.size(), "[lockstep/graph] capture: ", name_,
-        " registered parameters or buffers while its forward was captured, which have no memory now. Register them ",
-        "in its constructor, or run it once before it is compiled.");
-    const auto backend = options_.custom_backend ? options_.custom_backend : backend_named(options_.backend);
-    entry->program = std::make_unique<Program>(std::move(graph), split, backend, entry->outer(), options_.dump);
-    const bool is_first = entries_.empty();
-    entries_.push_back(std::move(entry));
-    if (is_first && options_.aligns_buckets && wrapper != nullptr) align(*wrapper, *entries_.back()->program);
-    last_ = entries_.back().get();
-  } else {
-    last_ = found->get();
+const Compiler::Entry* Compiler::find(const std::vector<at::Tensor>& inputs, const std::string& plain_arguments) const {
+  const auto fits = [&](const Entry& entry) { return entry.obstacle(inputs, plain_arguments).empty(); };
+  if (last_ != nullptr && fits(*last_)) return last_;
+  const auto found = std::find_if(entries_.begin(), entries_.end(), [&](const auto& entry) { return fits(*entry); });
+  return found == entries_.end() ? nullptr : found->get();
+}
+
+const Compiler::Entry* Compiler::add(torch::nn::Module& module, const std::vector<at::Tensor>& inputs,
+                                     const std::string& plain_arguments, const OnFakes& forward) {
+  auto entry = std::make_unique<Entry>();
+  for (const auto& input : inputs) {
+    entry->inputs.push_back(input.defined() ? std::optional(TensorLook::of(input)) : std::nullopt);
   }
+  entry->plain = plain_arguments;
+  entry->has_grad_mode = c10::GradMode::is_enabled();
+  entry->autocast = autocast_state();
+  lockstep::detail::for_each_module(module, [&](const std::string& /*name*/, const torch::nn::Module& each) {
+    entry->modules.push_back(&each);
+    entry->are_training.push_back(each.is_training());
+  });
+  auto* const wrapper = active_ddp();
+  entry->wrapper = wrapper;
+  entry->slots = slots_of(module);
+  std::vector<OuterTensor> outer;
+  for (const auto& slot : entry->slots) {
+    entry->looks.push_back(TensorLook::of(slot.tensor()));
+    outer.push_back({slot.name, slot.tensor(), slot.is_parameter});
+  }
+  const auto split = split_for(options_, wrapper);
+  auto graph =
+      capture(inputs, outer, [&](const std::vector<at::Tensor>& fakes) { return forward(fakes, entry->shape); },
+              {.keeps_regions = options_.keeps_regions || !split});
+  TORCH_CHECK(
+      slots_of(module).size() == entry->slots.size(), "[lockstep/graph] capture: ", name_,
+      " registered parameters or buffers while its forward was captured, which have no memory now. Register them ",
+      "in its constructor, or run it once before it is compiled.");
+  const auto backend = options_.custom_backend ? options_.custom_backend : backend_named(options_.backend);
+  entry->program = std::make_unique<Program>(std::move(graph), split, backend, entry->outer(), options_.dump);
+  if (last_ != nullptr) recapture_reasons_.push_back(last_->obstacle(inputs, plain_arguments));
+  entries_.push_back(std::move(entry));
+  if (entries_.size() == 1 && options_.aligns_buckets && wrapper != nullptr) align(*wrapper, *entries_[0]->program);
+  return entries_.back().get();
+}
+
+std::optional<Compiler::Result> Compiler::run(torch::nn::Module& module, const std::vector<at::Tensor>& inputs,
+                                              const std::string& plain_arguments, const OnFakes& forward) {
+  const auto* entry = find(inputs, plain_arguments);
+  if (entry == nullptr && entries_.size() >= options_.max_captures) {
+    if (!has_warned_) {
+      TORCH_WARN("[lockstep/graph] ", name_, " was captured ", entries_.size(),
+                 " times, for inputs, parameters or modes that differ; this call has ",
+                 last_->obstacle(inputs, plain_arguments),
+                 ". From now on calls that fit none of them run as they are. Raise CompileOptions::max_captures, or ",
+                 "give inputs of equal sizes.");
+      has_warned_ = true;
+    }
+    return std::nullopt;
+  }
+  last_ = entry != nullptr ? entry : add(module, inputs, plain_arguments, forward);
   return Result{last_->program->run(inputs, last_->outer()), last_->shape};
 }
 

@@ -119,22 +119,30 @@ class Compiler {
   /// The outputs for these inputs, through the program whose guards fit, which is made if there is none; none if there
   /// are too many: run the module itself. `forward` runs the module on fakes, and keeps what it returned in
   /// `shape`.
+  using OnFakes =
+      std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>& fakes, std::shared_ptr<void>& shape)>;
   std::optional<Result> run(torch::nn::Module& module, const std::vector<at::Tensor>& inputs,
-                            const std::string& plain_arguments,
-                            const std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>& fakes,
-                                                                        std::shared_ptr<void>& shape)>& forward);
+                            const std::string& plain_arguments, const OnFakes& forward);
 
   /// The program of the last run; throws before the first.
   const Program& program() const;
   std::size_t captures() const;
+  /// Why each capture but the first was made: how the call differed from the one before.
+  const std::vector<std::string>& recapture_reasons() const { return recapture_reasons_; }
 
  private:
   struct Entry;
+
+  /// Null if no program fits.
+  const Entry* find(const std::vector<at::Tensor>& inputs, const std::string& plain_arguments) const;
+  const Entry* add(torch::nn::Module& module, const std::vector<at::Tensor>& inputs, const std::string& plain_arguments,
+                   const OnFakes& forward);
 
   const CompileOptions options_;
   const std::string name_;
   std::vector<std::unique_ptr<Entry>> entries_;
   const Entry* last_ = nullptr;
+  std::vector<std::string> recapture_reasons_;
   bool has_warned_ = false;
 };
 

@@ -4,19 +4,17 @@
 #pragma once
 
 #include <ATen/core/ivalue.h>
-#include <torch/csrc/autograd/function.h>
 
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <type_traits>
-#include <utility>
 #include <vector>
+
+#include "lockstep/nn/gradient_hooks.h"
 
 namespace lockstep::rpc::detail {
 
-// A shared_ptr in some releases, an intrusive_ptr in others.
-using NodePtr = std::remove_cvref_t<decltype(std::declval<at::Tensor>().grad_fn())>;
+using lockstep::detail::NodePtr;
 
 /// One call, made by this worker in a context of its own.
 struct CallLink {

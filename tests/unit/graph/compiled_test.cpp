@@ -174,7 +174,7 @@ TEST(GraphCompiled, CapturesAnewForWhatItBakedIn) {
   EXPECT_EQ(captures_after(torch::randn({8, 4}).t()), 3) << "other strides";
   EXPECT_EQ(captures_after(torch::randn({4, 8}).requires_grad_()), 4) << "a gradient for the input";
   model->eval();
-  EXPECT_EQ(captures_after(torch::randn({4, 8})), 5);
+  EXPECT_EQ(captures_after(torch::randn({4, 8})), 5) << "for eval()";
   model->train();
   {
     const torch::NoGradGuard no_grad;
@@ -184,6 +184,13 @@ TEST(GraphCompiled, CapturesAnewForWhatItBakedIn) {
   EXPECT_EQ(captures_after(torch::randn({4, 8})), 7);
   model->to(at::kDouble);
   EXPECT_EQ(captures_after(torch::randn({4, 8}, at::kDouble)), 8);
+  const auto& reasons = model->compiler().recapture_reasons();
+  const std::vector<std::string> expected = {"Float[7, 8]",  "strides [1, 4]", "trainable",   "cpu, trainable",
+                                             "no gradients", "gradients",      "Double[4, 8]"};
+  ASSERT_EQ(reasons.size(), expected.size());
+  for (std::size_t i = 0; i < reasons.size(); ++i) {
+    EXPECT_NE(reasons[i].find(expected[i]), std::string::npos) << i << ": " << reasons[i];
+  }
   // No more than it may; the module runs as it is.
   EXPECT_EQ(captures_after(torch::randn({5, 8}, at::kDouble)), 8);
 }
