@@ -179,7 +179,9 @@ MeasuredPlan measure_plan(torch::nn::Module& module, const GroupPtr& group, cons
   TORCH_CHECK(group, "[lockstep/ddp] measure_plan: the group is null.");
   TORCH_CHECK(step, "[lockstep/ddp] measure_plan: there is no step.");
   TORCH_CHECK(options.steps > 0, "[lockstep/ddp] measure_plan: steps is ", options.steps, ".");
-  const auto managed = detail::managed_parameters(module, detail::ignored_names(module));
+  auto ignored = detail::ignored_names(module);
+  ignored.insert(options.params_and_buffers_to_ignore.begin(), options.params_and_buffers_to_ignore.end());
+  const auto managed = detail::managed_parameters(module, ignored);
   TORCH_CHECK(!managed.tensors.empty(),
               "[lockstep/ddp] measure_plan: the module has no parameter that needs gradients.");
   constexpr int kWarmUp = 2;
@@ -241,6 +243,8 @@ MeasuredPlan measure_plan(torch::nn::Module& module, const GroupPtr& group, cons
     measured.tried_ms = medians[0];
     measured.default_tried_ms = medians[1];
     if (medians[1] <= medians[0]) measured.plan = std::move(usual);
+  } else if (measured.default_end_ms <= measured.end_ms) {
+    measured.plan = std::move(usual);
   }
   return measured;
 }

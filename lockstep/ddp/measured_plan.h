@@ -11,6 +11,7 @@
 
 #include <functional>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -71,6 +72,8 @@ struct MeasureOptions {
   int steps = 5;  // after two that warm up; the median counts
   /// What the default plan is made with.
   BucketCaps caps = {};
+  /// As of DdpOptions.
+  std::set<std::string> params_and_buffers_to_ignore = {};
 };
 
 /// Measures on the bare module, before it is wrapped: `step` runs a forward and a backward. Then tries the plan that

@@ -491,11 +491,17 @@ void ParameterGroup::follow_requires_grad() {
   }
 }
 
+bool ParameterGroup::has_changed_requires_grad() const {
+  return std::any_of(members_.begin(), members_.end(),
+                     [](const Member& member) { return member.shard.requires_grad() != member.is_trainable; });
+}
+
 /// A module's member that the program froze, or thawed, means the parameter.
 void ParameterGroup::take_frozen_handles(Member& member) const {
   for (const auto& handle : member.handles) {
     const auto tensor = handle.tensor();
     if (!tensor.defined() || tensor.requires_grad() == member.is_trainable) continue;
+    if (tensor.requires_grad() == member.shard.requires_grad()) continue;  // that was as well
     TORCH_CHECK(member.handles.size() == 1, "[lockstep/fsdp] rank ", mesh_.get_rank(), ": parameter '", handle.name,
                 "' was ", member.is_trainable ? "frozen" : "thawed",
                 ", and is part of a flat one, which is frozen as a ",

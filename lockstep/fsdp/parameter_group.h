@@ -68,6 +68,8 @@ class ParameterGroup {
   const std::string* changed_since_gather() const;
   /// Lets whole parameters require gradients as their shards do: those may be frozen or thawed between passes.
   void follow_requires_grad();
+  /// Whether a shard was frozen or thawed since.
+  bool has_changed_requires_grad() const;
   /// How many handles required gradients then, and how many there are.
   std::size_t trainable_count() const { return trainable_count_; }
   std::size_t handle_count() const { return handle_count_; }

@@ -223,11 +223,10 @@ void UnitTree::touch(Unit& unit, bool is_recorded) {
   order().touch(unit.number_);
   if (late_error_) std::rethrow_exception(std::exchange(late_error_, nullptr));
   const bool is_next = std::exchange(current_, unit.number_) != unit.number_;
-  if (is_next) {
-    free_others(unit);
-    const bool stayed_whole = pass_ == Pass::kForward && unit.memory_ == Unit::Memory::kWhole;
+  if (is_next) free_others(unit);
+  if (pass_ == Pass::kForward && unit.memory_ == Unit::Memory::kWhole) {
     for (const auto& group : unit.groups_) {
-      if (stayed_whole) group->follow_requires_grad();
+      if (is_next || group->has_changed_requires_grad()) group->follow_requires_grad();
     }
   }
   if (is_next && pass_ == Pass::kBackward) {

@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <memory>
 
+#include "lockstep/intercept/storage_owner.h"
+
 namespace lockstep::graph {
 namespace {
 
@@ -32,24 +34,33 @@ struct Capsule : torch::CustomClassHolder {
   std::shared_ptr<Inside> inside;
 };
 
+/// Lets those who own parameters' memory notice this backward, not the one inside, whose end is not the end of it.
+void enter_backward(const variable_list& inputs) {
+  for (const auto& input : inputs) {
+    if (!storage_owner_of(input)) continue;
+    static_cast<void>(input.detach());
+    return;
+  }
+}
+
 struct PartFunction : torch::autograd::Function<PartFunction> {
   static variable_list forward(AutogradContext* context, at::TensorList inputs, const GraphFunction* function) {
     auto inside = std::make_shared<Inside>();
+    // As the program runs it: who is told of operators on parameters asks whether they are recorded.
+    const c10::AutoGradMode with_gradients(true);
     variable_list fresh;
+    std::vector<std::int64_t> needed;
     fresh.reserve(inputs.size());
     for (const auto& input : inputs) {
       if (!input.defined() || !input.requires_grad()) {
         fresh.push_back(input);
         continue;
       }
+      needed.push_back(static_cast<std::int64_t>(fresh.size()));
       fresh.push_back(input.detach().requires_grad_());
       inside->inputs.push_back(fresh.back());
     }
-    variable_list results;
-    {
-      const c10::AutoGradMode with_gradients(true);
-      results = (*function)(fresh);
-    }
+    const auto results = (*function)(fresh);
     variable_list given;
     variable_list constant;
     std::vector<bool> has_gradient;
@@ -64,10 +75,6 @@ struct PartFunction : torch::autograd::Function<PartFunction> {
     std::vector<std::int64_t> places;
     for (std::size_t i = 0; i < has_gradient.size(); ++i) {
       if (has_gradient[i]) places.push_back(static_cast<std::int64_t>(i));
-    }
-    std::vector<std::int64_t> needed;
-    for (std::size_t i = 0; i < inputs.size(); ++i) {
-      if (inputs[i].defined() && inputs[i].requires_grad()) needed.push_back(static_cast<std::int64_t>(i));
     }
     context->saved_data["places"] = places;
     context->saved_data["needed"] = needed;
@@ -85,6 +92,7 @@ struct PartFunction : torch::autograd::Function<PartFunction> {
     const auto& inside = *capsule->inside;
     TORCH_CHECK(capsule->inside->is_whole, "[lockstep/graph] backward runs a second time through a compiled part. ",
                 "Keep the graph of the first one: backward(…, /*retain_graph=*/true).");
+    enter_backward(inside.inputs);
     variable_list outputs;
     variable_list given;
     const auto places = context->saved_data["places"].toIntVector();

@@ -4,9 +4,11 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <set>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -66,9 +68,7 @@ class CaptureScope final : public OperatorScope, public RegionRecorder {
     for (std::size_t i = 0; i < call.argument_count(); ++i) node.arguments.push_back(take(call, i, node, originals));
     node.place = place();
     // A move to another device must be seen as one, though all devices are meta here.
-    auto results = detail::run_for_shapes(
-        call, /*moves=*/false, kWho,
-        "A compiled forward must not depend on them: do this outside of it, or do not compile the module.");
+    auto results = run(call);
     give(call, node, results, originals);
     graph_.nodes.push_back(std::move(node));
     call.replace(std::move(results));
@@ -129,7 +129,7 @@ class CaptureScope final : public OperatorScope, public RegionRecorder {
       graph_.outputs.push_back(output.defined() ? std::optional(known(output, "what the forward returns"))
                                                 : std::nullopt);
     }
-    check_functions(outputs);
+    check_functions(outputs, fakes_);
     return std::move(graph_);
   }
 
@@ -150,6 +150,27 @@ class CaptureScope final : public OperatorScope, public RegionRecorder {
   }
 
  private:
+  static torch::jit::Stack run(OperatorCall& call) {
+    try {
+      return detail::run_for_shapes(
+          call, /*moves=*/false, kWho,
+          "A compiled forward must not depend on them: do this outside of it, or do not compile the module.");
+    } catch (const c10::Error& error) {
+      std::set<at::ScalarType> dtypes;
+      for (std::size_t i = 0; i < call.argument_count(); ++i) {
+        const auto& value = call.argument(i);
+        if (value.isTensor() && value.toTensor().defined() && value.toTensor().is_floating_point()) {
+          dtypes.insert(value.toTensor().scalar_type());
+        }
+      }
+      TORCH_CHECK(false, error.what_without_backtrace(),
+                  dtypes.size() > 1
+                      ? "\nCasts by autocast, or by a policy of fully_shard(), are made when it runs, not "
+                        "while it is captured: give the compiled module inputs of its parameters' dtype."
+                      : "");
+    }
+  }
+
   /// Where the forward is, for messages.
   std::string place() const { return last_parameter_.empty() ? "the beginning" : str("'", last_parameter_, "'"); }
 
@@ -328,8 +349,9 @@ class CaptureScope final : public OperatorScope, public RegionRecorder {
     return first && first == id_of(1);
   }
 
-  /// Autograd functions that were written in C++ have a backward that the operators inside do not tell of.
-  static void check_functions(const std::vector<at::Tensor>& outputs) {
+  /// Autograd functions that were written in C++ have a backward that the operators inside do not tell of; hooks are no
+  /// operators at all.
+  static void check_functions(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& fakes) {
     std::vector<torch::autograd::Node*> open;
     std::unordered_set<torch::autograd::Node*> seen;
     const auto visit = [&](torch::autograd::Node* node) {
@@ -338,11 +360,21 @@ class CaptureScope final : public OperatorScope, public RegionRecorder {
     for (const auto& output : outputs) {
       if (output.defined()) visit(output.grad_fn().get());
     }
+    for (const auto& fake : fakes) {
+      TORCH_CHECK(!fake.defined() || !fake.requires_grad() || torch::autograd::impl::hooks(fake).empty(), kWho,
+                  ": the forward registers a hook on an input. Register it outside, before the call.");
+    }
     while (!open.empty()) {
       auto* const node = open.back();
       open.pop_back();
       TORCH_CHECK(node->name().find("CppNode") == std::string::npos, kWho, ": the forward uses the autograd function ",
                   node->name(), ", whose backward is its own. Call it outside of the compiled module.");
+      // A parameter's own hooks are there in every run; what the forward adds here would be there in none.
+      const bool is_leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node) != nullptr;
+      TORCH_CHECK(is_leaf || (node->pre_hooks().empty() && node->post_hooks().empty() &&
+                              node->tensor_pre_hooks().empty() && node->retains_grad_hooks().empty()),
+                  kWho, ": the forward registers a hook on what it computes, or lets it retain its gradient, at ",
+                  node->name(), ". A captured graph does not hold hooks: register them on what it returns.");
       for (const auto& edge : node->next_edges()) visit(edge.function.get());
     }
   }

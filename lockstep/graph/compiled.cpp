@@ -40,8 +40,17 @@ struct Slot {
   at::Tensor kept = {};
   std::string name = "";
   bool is_parameter = true;
+  mutable bool is_trainable = false;  // as the shard was when somebody looked last
 
-  const at::Tensor& tensor() const { return registered != nullptr ? *registered : kept; }
+  const at::Tensor& tensor() const {
+    if (!kept.defined()) return *registered;
+    // A shard that was frozen or thawed tells its whole when that is touched next, which is behind guards.
+    if (registered != nullptr && registered->requires_grad() != is_trainable) {
+      is_trainable = registered->requires_grad();
+      kept.set_requires_grad(is_trainable);
+    }
+    return kept;
+  }
 };
 
 std::vector<Slot> slots_of(torch::nn::Module& module) {
@@ -63,7 +72,12 @@ std::vector<Slot> slots_of(torch::nn::Module& module) {
       // What forward computes with. Who touches it in a run finds it gathered.
       const auto wholes = gathered_wholes(item.value());
       for (std::size_t i = 0; i < wholes.size(); ++i) {
-        slots.push_back({.kept = wholes[i], .name = wholes.size() == 1 ? name : str(name, ".", i)});
+        // Whichever of the two was frozen or thawed, its owner knows, once it is touched.
+        if (wholes[i].requires_grad() != item.value().requires_grad()) static_cast<void>(wholes[i].detach());
+        slots.push_back({.registered = &item.value(),
+                         .kept = wholes[i],
+                         .name = wholes.size() == 1 ? name : str(name, ".", i),
+                         .is_trainable = item.value().requires_grad()});
       }
     }
   });
@@ -75,6 +89,40 @@ std::vector<Slot> slots_of(torch::nn::Module& module) {
   });
   return slots;
 }
+
+/// Gives tensors their memory back that a forward exchanged by set_data() while it was captured: for one without any.
+class KeptMemory {
+ public:
+  explicit KeptMemory(const std::vector<Slot>& slots) {
+    for (const auto& slot : slots) {
+      const bool is_gathered = slot.registered != nullptr && slot.kept.defined();
+      if (!is_gathered && !slot.tensor().is_meta()) kept_.push_back({slot.name, slot.tensor(), slot.tensor().detach()});
+    }
+  }
+  ~KeptMemory() {
+    for (const auto& [name, tensor, memory] : kept_) {
+      // set_data() does not go this way.
+      if (tensor.is_meta()) tensor.unsafeGetTensorImpl()->shallow_copy_from(memory.getIntrusivePtr());
+    }
+  }
+  KeptMemory(const KeptMemory&) = delete;
+  KeptMemory& operator=(const KeptMemory&) = delete;
+
+  void check() const {
+    for (const auto& [name, tensor, memory] : kept_) {
+      TORCH_CHECK(!tensor.is_meta(), "[lockstep/graph] capture: the forward exchanges the memory of '", name,
+                  "' by set_data(), which a graph does not hold. Write to it in place.");
+    }
+  }
+
+ private:
+  struct Kept {
+    std::string name;
+    at::Tensor tensor;
+    at::Tensor memory;
+  };
+  std::vector<Kept> kept_;
+};
 
 }  // namespace
 
@@ -212,6 +260,8 @@ const Compiler::Entry* Compiler::add(torch::nn::Module& module, const std::vecto
   });
   auto* const wrapper = active_ddp();
   entry->wrapper = wrapper;
+  // Wholes follow their shards where these are known, so that none has to be touched, which is for the program to do.
+  for (const auto& other : entries_) static_cast<void>(other->outer());
   entry->slots = slots_of(module);
   std::vector<OuterTensor> outer;
   for (const auto& slot : entry->slots) {
@@ -219,9 +269,11 @@ const Compiler::Entry* Compiler::add(torch::nn::Module& module, const std::vecto
     outer.push_back({slot.name, slot.tensor(), slot.is_parameter});
   }
   const auto split = split_for(options_, wrapper);
+  const KeptMemory memory(entry->slots);
   auto graph =
       capture(inputs, outer, [&](const std::vector<at::Tensor>& fakes) { return forward(fakes, entry->shape); },
               {.keeps_regions = options_.keeps_regions || !split});
+  memory.check();
   TORCH_CHECK(
       slots_of(module).size() == entry->slots.size(), "[lockstep/graph] capture: ", name_,
       " registered parameters or buffers while its forward was captured, which have no memory now. Register them ",

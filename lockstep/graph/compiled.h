@@ -27,6 +27,7 @@
 #include "lockstep/base/str.h"
 #include "lockstep/graph/capture.h"
 #include "lockstep/graph/program.h"
+#include "lockstep/nn/capture_mark.h"
 #include "lockstep/nn/forward_of.h"
 #include "lockstep/nn/tensor_tree.h"
 
@@ -162,6 +163,7 @@ std::string guard_of_module([[maybe_unused]] const M& module) {
 template <class Output, class Forward, class... Args>
 Output run_compiled(Compiler& compiler, torch::nn::Module& module, std::string of_module, const Forward& forward,
                     const Args&... args) {
+  if (is_capturing()) return forward(args...);  // its operators are part of what is being compiled around it
   std::string plain = std::move(of_module);
   (add_guard(args, plain), ...);
   std::tuple<Args...> copies(args...);

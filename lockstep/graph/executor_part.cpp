@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "lockstep/base/str.h"
+#include "lockstep/graph/capture.h"
 
 namespace lockstep::graph {
 namespace {
@@ -50,6 +51,13 @@ class Translator {
 
   void add(const lockstep::graph::Node& node) {
     TORCH_CHECK(node.op, node.name(), " is no operator");
+    // TorchScript differentiates complex products without conjugation, and fixes the device of hidden states.
+    for (const auto id : node.reads) {
+      TORCH_CHECK(!c10::isComplexType(part_.values[id].look.dtype), node.name(), " of complex numbers");
+    }
+    for (const auto* const name : {"aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu"}) {
+      TORCH_CHECK(node.name() != name, node.name(), " is not compiled");
+    }
     const auto& schema = node.op->schema();
     std::vector<TsValue*> inputs;
     for (std::size_t i = 0; i < node.arguments.size(); ++i) {
@@ -116,6 +124,7 @@ bool is_pure(const Graph& part) {
 }  // namespace
 
 GraphFunction compile_by_executor(const Graph& part, const std::vector<at::Tensor>& /*examples*/) {
+  TORCH_CHECK(autocast_state().empty(), "TorchScript's executor does not cast as autocast does");
   const auto executor = std::make_shared<torch::jit::GraphExecutor>(Translator(part).translate(), "lockstep_part");
   // Statistics would change, and random numbers be drawn.
   if (is_pure(part)) warm_up(*executor, part);

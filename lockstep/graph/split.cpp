@@ -163,7 +163,11 @@ std::vector<Bucket> plan_split(const Graph& graph, const SplitOptions& options) 
     }
     front->nodes.push_back(n);
     for (const auto id : node.makes) has_output = has_output || (is_read[id] && last_read[id] >= end);
-    for (const auto id : node.writes) has_output = has_output || (is_read[id] && last_read[id] >= end);
+    for (const auto id : node.writes) {
+      // What comes from outside is the same tensor in every part.
+      if (graph.values[id].kind != ValueKind::kResult) continue;
+      has_output = has_output || (is_read[id] && last_read[id] >= end);
+    }
   }
   std::reverse(buckets.begin(), buckets.end());
   for (auto& bucket : buckets) {
@@ -175,12 +179,15 @@ std::vector<Bucket> plan_split(const Graph& graph, const SplitOptions& options) 
       }
     }
   }
-  if (buckets.size() > 1 && buckets.front().bytes == 0) {
-    // Only what comes before the first parameter: no gradient to wait for.
-    TORCH_INTERNAL_ASSERT(buckets.front().parameters.empty());
-    auto& next = buckets[1].nodes;
-    next.insert(next.begin(), buckets.front().nodes.begin(), buckets.front().nodes.end());
+  // Only what comes before the first parameter: no gradient to wait for. Or nothing that is read behind it.
+  if (buckets.size() > 1 && (buckets.front().bytes == 0 || !has_output)) {
+    const auto front = std::move(buckets.front());
     buckets.erase(buckets.begin());
+    auto& next = buckets.front();
+    next.bytes += front.bytes;
+    next.nodes.insert(next.nodes.begin(), front.nodes.begin(), front.nodes.end());
+    next.parameters.insert(next.parameters.begin(), front.parameters.begin(), front.parameters.end());
+    next.names.insert(next.names.begin(), front.names.begin(), front.names.end());
   }
   return buckets;
 }

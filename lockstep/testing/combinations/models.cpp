@@ -14,8 +14,10 @@
 #include <set>
 #include <tuple>
 
+#include "lockstep/base/str.h"
 #include "lockstep/checkpointing/checkpoint.h"
 #include "lockstep/ddp/distributed_data_parallel.h"
+#include "lockstep/graph/compiled.h"
 
 namespace lockstep::testing::combinations {
 
@@ -29,6 +31,10 @@ at::Tensor Net::probe(const at::Tensor& hidden) {
     hidden.register_hook([](const at::Tensor&) { throw InjectedFault("injected fault in backward"); });
   }
   return hidden;
+}
+
+std::string capture_guard(const Net& net) {
+  return str(static_cast<int>(net.fault));
 }
 
 std::vector<at::Tensor> Net::unique_parameters() const {
@@ -212,12 +218,23 @@ AnyNet any_net() {
         .wrapper = ddp,
         .base = inside,
         .group = options.process_group.value_or(nullptr),
-        .forward = [inside](const at::Tensor& input, int64_t choice) { return one_tensor((*inside)(input, choice)); }};
+        .forward = [inside](const at::Tensor& input, int64_t choice) { return one_tensor((*inside)(input, choice)); },
+        .compile = [inside] { lockstep::compile(*inside, {.keeps_regions = true}); }};
+  };
+  const auto compile = [net = net.get()]() -> Forward {
+    using Output = decltype(net->forward(at::Tensor(), 0));
+    const auto compiler = std::make_shared<graph::Compiler>(CompileOptions(), net->name());
+    return [net, compiler](const at::Tensor& input, int64_t choice) {
+      return one_tensor(graph::detail::run_compiled<Output>(
+          *compiler, *net, capture_guard(*net),
+          [net](const at::Tensor& each, int64_t chosen) { return net->forward(each, chosen); }, input, choice));
+    };
   };
   return {.net = net,
           .forward = [net = net.get()](const at::Tensor& input,
                                        int64_t choice) { return one_tensor(net->forward(input, choice)); },
-          .wrap = wrap};
+          .wrap = wrap,
+          .compile = compile};
 }
 
 template <class... Nets>

@@ -35,6 +35,9 @@ struct Net : torch::nn::Module {
   Fault fault = Fault::kNone;
 };
 
+/// What else than tensors its forward depends on.
+std::string capture_guard(const Net& net);
+
 /// The module's forward, its output made one tensor. `choice` is for kinds with branches.
 using Forward = std::function<at::Tensor(const at::Tensor& input, int64_t choice)>;
 
@@ -45,12 +48,14 @@ struct AnyDdp {
   std::optional<FsdpUnit> root = std::nullopt;  // of units
   GroupPtr group = nullptr;                     // of ranks with different batches
   Forward forward = nullptr;
+  std::function<void()> compile = nullptr;  // of a wrapper
 };
 
 struct AnyNet {
   std::shared_ptr<Net> net = nullptr;
   Forward forward = nullptr;
   std::function<AnyDdp(const DdpOptions& options)> wrap = nullptr;
+  std::function<Forward()> compile = nullptr;  // the forward, through a compiler of its own
 };
 
 struct ModelKind {

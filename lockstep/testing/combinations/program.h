@@ -54,6 +54,7 @@ struct Wrapper {
   std::function<void(const AnyDdp& ddp)> after = [](const AnyDdp&) {};
   /// Units of fully_shard() in place of a wrapper.
   bool is_sharded = false;
+  bool is_compiled = false;  // the module around those units
   /// None of either: ranks have the same batch.
   bool is_bare = false;
   bool reshards_after_forward = true;

@@ -175,7 +175,9 @@ void RankTrainer::shard(Part& part) {
                                      [&](const at::Tensor& each) { return names[each.unsafeGetTensorImpl()] == 1; });
     if (is_unit && !unit_of(*child)) fully_shard(*child, options);
   }
-  part.ddp = {.root = fully_shard(net, options), .group = data_group(), .forward = part.model.forward};
+  part.ddp = {.root = fully_shard(net, options),
+              .group = data_group(),
+              .forward = program_.wrapper.is_compiled ? part.model.compile() : part.model.forward};
 }
 
 void RankTrainer::fail_once(Fault fault) {

@@ -11,14 +11,14 @@ constexpr const char* kFreeWays = "way=plain|replicated|parameters|bucket views|
 constexpr const char* kDividedWays = "way=parameters|bucket views|elements|gradients";
 constexpr const char* kUndelayed =
     "wrapper=default|find_unused_parameters|static_graph|gradient_as_bucket_view|per_parameter|mixed_precision|"
-    "allreduce_hook|bf16_compress_hook|ddp+tp";
+    "allreduce_hook|bf16_compress_hook|compiled|ddp+tp";
 /// Not one backward for one forward.
 constexpr const char* kOtherForwards =
     "loop=several forwards|forward for the log|no_sync after synced|module throws|loss throws|backward throws";
 constexpr const char* kUnpenalized =
     "loop=simple|accumulate|accumulate synced|several forwards|forward for the log|evaluation between|weighted|"
     "gradient penalty|module throws|loss throws|backward throws|skipped step|no_sync after synced";
-constexpr const char* kSharded = "wrapper=fully_shard|fully_shard kept|fsdp+tp";
+constexpr const char* kSharded = "wrapper=fully_shard|fully_shard kept|fully_shard compiled|fsdp+tp";
 constexpr const char* kDivided = "wrapper=tp|ddp+tp|fsdp+tp";
 constexpr const char* kMismatch = "All ranks must make the same calls in the same order";
 
@@ -29,7 +29,7 @@ std::vector<Rule> program_rules() {
       // Unused parameters must be asked for. The error comes with the next forward, as Python's does.
       {.when = {"model=branches by step|branches by rank",
                 "wrapper=default|gradient_as_bucket_view|mixed_precision|allreduce_hook|bf16_compress_hook|delayed|"
-                "ddp+tp"},
+                "compiled|ddp+tp"},
        .text = "[lockstep/",
        .is_late = true},
       {.when = {"model=branches by step", "wrapper=static_graph"}, .text = "static_graph", .is_late = true},
@@ -39,7 +39,7 @@ std::vector<Rule> program_rules() {
       {.when =
            {kFreeWays, "event=freeze",
             "wrapper=default|static_graph|gradient_as_bucket_view|mixed_precision|allreduce_hook|bf16_compress_hook|"
-            "ddp+tp"},
+            "compiled|ddp+tp"},
        .text = "[lockstep/ddp]",
        .is_late = true},
       {.when = {"event=unfreeze", "world=2|3", kUndelayed}, .text = "after it was wrapped"},
@@ -146,6 +146,12 @@ std::vector<Rule> program_rules() {
        .text = "these live in DDP's buckets",
        .kind = kSenseless},
       {.when = {"wrapper=tp", "event=wrap again|unfreeze and wrap again"}, .text = "is divided among ranks already"},
+
+      // Compiled modules (docs/graph.md).
+      {.when = {"wrapper=compiled|fully_shard compiled", "model=opaque output"}, .text = "the forward keeps a result"},
+      {.when = {"wrapper=compiled|fully_shard compiled", "loop=gradient penalty"}, .text = "is differentiated once"},
+      {.when = {"wrapper=compiled|fully_shard compiled", "loop=backward throws"},
+       .text = "registers a hook on what it computes"},
 
       // Ways to reduce.
       {.when = {"wrapper=per_parameter", "loop=weighted"}, .text = "a weighted backward needs buckets"},

@@ -167,4 +167,50 @@ TEST(GraphFsdp, UnitsInsideOfACompiledModuleAreGatheredAsItRuns) {
   });
 }
 
+// FSDP-85, FSDP-28: what a unit's forward was for is known, though it is one node.
+TEST(GraphFsdp, WeightedBackwardsAndThawedShardsAreThoseOfOtherUnits) {
+  testing::run_threads_in_gtest({.world_size = 2}, [](const World& world) {
+    const auto run = [&](auto block) {
+      {
+        const torch::NoGradGuard no_grad;
+        std::uint64_t seed = 3;
+        for (auto& parameter : block->parameters()) parameter.copy_(drawn(parameter.sizes(), seed++) * 0.3);
+      }
+      auto root = fully_shard(*block, {.mesh = DeviceMesh::from_group(world.group(), "cpu")});
+      torch::optim::SGD optimizer(block->parameters(), 0.1);
+      std::vector<at::Tensor> values;
+      for (int step = 0; step < 6; ++step) {
+        for (auto& parameter : block->parameters()) parameter.set_requires_grad(step != 1 && step != 4);
+        block->parameters()[2].set_requires_grad(step != 3);
+        if (step == 4 || step == 5) {  // nothing is freed in between
+          const torch::NoGradGuard no_grad;
+          block->forward(drawn({5, 12}, 7));
+        }
+        block->parameters()[0].set_requires_grad(true);
+        optimizer.zero_grad();
+        const auto loss = block->forward(drawn({5, 12}, 10 * step + world.rank())).pow(2).mean();
+        if (step % 2 == 0) {
+          root.backward(loss, world.rank() + 2);
+        } else {
+          loss.backward();
+        }
+        for (const auto& parameter : block->parameters()) {
+          values.push_back(parameter.grad().defined() ? parameter.grad().clone() : at::zeros({1}));
+        }
+        optimizer.step();
+      }
+      return values;
+    };
+    const auto expected = run(Block());
+    for (const auto* const backend : {"eager", "autograd"}) {
+      Compiled<Block> block;
+      block->set_compile_options({.backend = backend, .max_captures = 20});
+      const auto got = run(block);
+      for (std::size_t i = 0; i < expected.size(); ++i) {
+        EXPECT_TRUE(at::equal(got[i], expected[i])) << backend << ", step " << i / 6 << ", parameter " << i % 6;
+      }
+    }
+  });
+}
+
 }  // namespace lockstep::graph_fsdp_test

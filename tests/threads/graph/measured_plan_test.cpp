@@ -78,6 +78,10 @@ TEST(MeasuredPlan, TriesNothingIfGradientsAreMissingAndPutsThemBackAnyway) {
         {.steps = 2});
     EXPECT_FALSE(measured.tried_ms);
     EXPECT_TRUE(model->parameters()[0].grad().is_same(kept));
+    const auto without =
+        measure_plan(*model, world.group(), [&] { model->forward(torch::ones({2, 16})).sum().backward(); },
+                     {.steps = 1, .params_and_buffers_to_ignore = {"0.weight"}});
+    EXPECT_EQ(without.plan.parameters().size(), 7);
     testing::expect_error(
         [&] { measure_plan(*model, world.group(), [] { throw std::runtime_error("no data"); }, {.steps = 2}); },
         {"no data"});

@@ -1,6 +1,7 @@
 // Captured forwards beside the modules they were captured from: outputs, gradients, statistics, random numbers.
 #include "lockstep/graph/compiled.h"
 
+#include <ATen/autocast_mode.h>
 #include <torch/torch.h>
 
 #include "examples/gpt/model.h"
@@ -331,7 +332,11 @@ struct OddImpl : torch::nn::Module {
     if (kind == "function") return OwnFunction::apply(y);
     if (kind == "closure") return y * closure_weight();
     if (kind == "data") return y + y.data();
-    if (kind == "checkpoint") return checkpoint([this](const at::Tensor& each) { return layer->forward(each); }, y);
+    if (kind == "hook") y.register_hook([](const at::Tensor& grad) { return grad * 2; });
+    if (kind == "retain") y.retain_grad();
+    if (kind == "hook on input") x.register_hook([](const at::Tensor& grad) { return grad * 2; });
+    if (kind == "set_data") count.set_data(count + 1);
+    if (kind.starts_with("hook") || kind == "retain" || kind == "set_data") return y * 2;
     if (kind == "inference") {
       const c10::InferenceMode mode;
       return x * 2;
@@ -348,6 +353,7 @@ struct OddImpl : torch::nn::Module {
   }
   std::string kind;
   torch::nn::Linear layer;
+  at::Tensor count = register_buffer("count", torch::full({1}, 3.0));
 };
 TORCH_MODULE(Odd);
 
@@ -365,6 +371,17 @@ TEST(GraphCompiled, RefusesWhatAGraphCannotHold) {
   refuses("closure", {"needs gradients", "'layer.", "Register it"});
   refuses("data", {"made by no operator", "detach()"});
   refuses("inference", {"InferenceMode"});
+  refuses("hook", {"registers a hook", "Addmm", "on what it returns"});
+  refuses("retain", {"retain its gradient"});
+  {
+    Compiled<Odd> model("hook on input");
+    expect_error([&] { model->forward(torch::ones({3, 4}).requires_grad_()); }, {"a hook on an input"});
+  }
+  {
+    Compiled<Odd> model("set_data");
+    expect_error([&] { model->forward(x); }, {"'count'", "set_data()", "in place"});
+    EXPECT_EQ(model->count.item<float>(), 3) << "it has its memory back";
+  }
   // Nothing is left behind: the thread's operators are its own again.
   EXPECT_FALSE(is_capturing());
   EXPECT_EQ(torch::ones({1}).item<float>(), 1);
@@ -493,6 +510,44 @@ TEST(GraphCompiled, IsOneNodeOfTorchScriptFromTheFirstForwardOn) {
     EXPECT_NE(names[0].find("DifferentiableGraph"), std::string::npos) << step << names[0];
     for (const auto& name : names) EXPECT_EQ(name.find("Addmm"), std::string::npos) << step;
   }
+}
+
+struct OuterImpl : torch::nn::Module {
+  OuterImpl() : inner(register_module("inner", Compiled<Mlp>())) {}
+  at::Tensor forward(const at::Tensor& x) { return inner->forward(x) * 2; }
+  Compiled<Mlp> inner;
+};
+TORCH_MODULE(Outer);
+
+// GRAPH-38
+TEST(GraphCompiled, TakesCompiledModulesInsideAsTheyAre) {
+  Compiled<Outer> outer;
+  const auto x = torch::randn({3, 8});
+  EXPECT_TRUE(at::equal(outer->forward(x), static_cast<MlpImpl&>(*outer->inner).MlpImpl::forward(x) * 2));
+  EXPECT_GT(outer->compiler().program().graph().nodes.size(), 4);
+  EXPECT_EQ(outer->inner->compiler().captures(), 0);
+}
+
+struct ProductImpl : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& x) { return at::real(at::matmul(x.to(weight.dtype()), weight) * weight); }
+  at::Tensor weight = register_parameter("weight", torch::randn({4, 4}, at::kComplexFloat));
+};
+TORCH_MODULE(Product);
+
+// What TorchScript would compute otherwise runs as it is, with a warning. GRAPH-36, GRAPH-37
+TEST(GraphCompiled, LeavesToLibtorchWhatTorchScriptDoesDifferently) {
+  expect_same<Product>({.backend = "executor"}, torch::randn({4, 4}), /*is_exact=*/false);
+  const auto x = torch::randn({3, 8});
+  Compiled<Mlp> model;
+  model->set_compile_options({.backend = "executor"});
+  at::autocast::set_autocast_enabled(at::kCPU, true);
+  const auto got = model->forward(x);
+  const auto expected = static_cast<MlpImpl&>(*model).MlpImpl::forward(x);
+  at::autocast::clear_cache();
+  expect_error([&] { model->forward(x.to(at::kBFloat16)); }, {"Casts by autocast", "parameters' dtype"});
+  at::autocast::set_autocast_enabled(at::kCPU, false);
+  EXPECT_EQ(got.dtype(), expected.dtype());
+  EXPECT_TRUE(at::equal(got, expected));
 }
 
 }  // namespace lockstep::graph_compiled_test

@@ -376,4 +376,27 @@ TEST(GraphSplit, PartsHaveOutputsThatSomebodyReads) {
   expect_error([&] { graph::extract_parts(graph, buckets); }, {"part 1 of 3 has no output"});
 }
 
+struct NormedImpl : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& x) {
+    {
+      const torch::NoGradGuard no_grad;
+      second->weight.div_(second->weight.norm());
+    }
+    return second->forward(first->forward(x).tanh());
+  }
+  torch::nn::Linear first = register_module("first", torch::nn::Linear(8, 8));
+  torch::nn::Linear second = register_module("second", torch::nn::Linear(8, 8));
+};
+
+// GRAPH-27, GRAPH-28
+TEST(GraphSplit, PartsThatOnlyWriteToAParameterJoinOthers) {
+  const auto module = std::make_shared<NormedImpl>();
+  const auto graph = captured(module, torch::randn({2, 8}));
+  for (const std::size_t cap : {std::size_t{1}, kLinear, 2 * kLinear}) {
+    const auto buckets = plan_split(graph, {.bucket_bytes_cap = cap, .first_bucket_cap = 1});
+    expect_whole(graph, buckets);
+    EXPECT_EQ(graph::extract_parts(graph, buckets).size(), buckets.size());
+  }
+}
+
 }  // namespace lockstep::graph_split_test
