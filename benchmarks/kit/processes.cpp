@@ -15,7 +15,11 @@
 namespace lockstep::bench {
 namespace {
 
-constexpr std::chrono::minutes kTimeout{10};
+/// How long a program may take; tests, which run little, set less.
+std::chrono::milliseconds time_limit() {
+  constexpr std::int64_t kUsual = 600;
+  return std::chrono::seconds(env_integer(env, "LOCKSTEP_BENCH_TIMEOUT").value_or(kUsual));
+}
 
 std::string own_program() {
   const std::unique_ptr<char, decltype(&std::free)> path(::realpath("/proc/self/exe", nullptr), &std::free);
@@ -26,7 +30,7 @@ std::string own_program() {
 void run(std::vector<RankSpec> ranks, const OnLine& on_line, const RunOptions& run_options = {}) {
   JobOptions options;
   options.ranks = std::move(ranks);
-  options.timeout = kTimeout;
+  options.timeout = time_limit();
   options.on_line = [&](int rank, OutputStream stream, std::string_view line) {
     if (rank == run_options.speaker && stream == OutputStream::kStdout) on_line(line);
   };

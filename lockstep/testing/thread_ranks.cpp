@@ -1,5 +1,6 @@
 #include "lockstep/testing/thread_ranks.h"
 
+#include <ATen/Parallel.h>
 #include <c10/core/AutogradState.h>
 #include <pthread.h>
 
@@ -89,6 +90,8 @@ void ThreadRanks::run_body(int rank) {
 void ThreadRanks::run_rank(int rank) {
   Rank& self = *ranks_[rank];
   const EnterRank enter(self.scope);
+  // Else it would compute with another number of threads, and give other bits, until libtorch thinks of it.
+  at::init_num_threads();
   ThreadRun::enter(run_, rank);
   {
     const ObserverScope observe(self.tail);

@@ -136,11 +136,10 @@ std::vector<Way> ways_of(const World& world) {
 
 /// Ranks that compute with one thread each: what they compute is small, and there are many.
 void on_ranks(int size, const testing::RankBody& body) {
-  testing::run_threads_in_gtest({.world_size = size, .timeout = 60s, .collective_timeout = 20s},
-                                [&](const World& world) {
-                                  at::set_num_threads(1);
-                                  body(world);
-                                });
+  const auto before = at::get_num_threads();
+  at::set_num_threads(1);  // of the process: ranks take it over when they begin
+  testing::run_threads_in_gtest({.world_size = size, .timeout = 60s, .collective_timeout = 20s}, body);
+  at::set_num_threads(before);
 }
 
 /// What `program(model, trainer)` makes of `model` in one process, with the data of `size` ranks.
