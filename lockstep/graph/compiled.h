@@ -117,11 +117,12 @@ class Compiler {
     std::vector<at::Tensor> outputs;
     std::shared_ptr<void> shape;  // what the capture with these guards returned, by `keep`
   };
+  /// A module's forward on fakes; its result's form goes into `shape`.
+  using OnFakes =
+      std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>& fakes, std::shared_ptr<void>& shape)>;
   /// The outputs for these inputs, through the program whose guards fit, which is made if there is none; none if there
   /// are too many: run the module itself. `forward` runs the module on fakes, and keeps what it returned in
   /// `shape`.
-  using OnFakes =
-      std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>& fakes, std::shared_ptr<void>& shape)>;
   std::optional<Result> run(torch::nn::Module& module, const std::vector<at::Tensor>& inputs,
                             const std::string& plain_arguments, const OnFakes& forward);
 
