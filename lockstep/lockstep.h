@@ -10,6 +10,7 @@
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/failure_notice.h"
 #include "lockstep/comm/objects.h"
+#include "lockstep/comm/survivors.h"
 #include "lockstep/comm/values.h"
 #include "lockstep/comm/world.h"
 #include "lockstep/ddp/default_hooks.h"

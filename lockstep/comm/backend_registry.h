@@ -25,6 +25,8 @@ struct BackendRequest {
   std::string address;
   /// What the ranks are called in the world, for messages; empty if the group is the world.
   std::vector<int> global_ranks = {};
+  /// Their processes, see process_home.h; empty if they are not known.
+  std::vector<std::string> homes = {};
 };
 
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;

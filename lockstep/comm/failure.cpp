@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "lockstep/base/str.h"
+#include "lockstep/comm/process_home.h"
 
 namespace lockstep::detail {
 namespace {
@@ -97,7 +98,11 @@ Signatures read_signatures(c10d::Store& store, const GroupDescription& group) {
       // Whoever serves the store has drawn its conclusions and left; what was read until now must do.
       result.is_complete = false;
     }
-    if (!result.is_complete || open.empty() || std::chrono::steady_clock::now() > deadline) break;
+    // Nobody waits for a signature of the dead.
+    const bool may_sign = std::any_of(open.begin(), open.end(), [&](int rank) {
+      return group.homes.empty() || !is_gone(group.homes[static_cast<std::size_t>(rank)]);
+    });
+    if (!result.is_complete || !may_sign || std::chrono::steady_clock::now() > deadline) break;
     std::this_thread::sleep_for(kSignPoll);
   }
   for (const int rank : open) result.missing.push_back(group.global_ranks[rank]);

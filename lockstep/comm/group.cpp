@@ -21,6 +21,7 @@
 #include "lockstep/comm/failure.h"
 #include "lockstep/comm/group_state.h"
 #include "lockstep/comm/objects.h"
+#include "lockstep/comm/process_home.h"
 #include "lockstep/comm/threads/thread_backend.h"
 
 namespace lockstep {
@@ -145,9 +146,15 @@ std::vector<std::string> check_in(c10d::Store& store, const std::string& prefix,
   // store did, and a wait that times out would be logged as an error by TCPStore.
   auto pause = std::chrono::milliseconds(1);
   std::vector<int> absent;
+  std::vector<int> gone;
   try {
     while (!store.check(keys)) {
       ThreadRun::current()->throw_if_aborted(failed);
+      for (std::size_t rank = 0; rank < group.homes.size(); ++rank) {
+        // It may have come before it ended.
+        if (is_gone(group.homes[rank]) && !store.check({keys[rank]})) gone.push_back(group.global_ranks[rank]);
+      }
+      if (!gone.empty()) break;
       if (std::chrono::steady_clock::now() > deadline) {
         for (int rank = 0; rank < group.size; ++rank) {
           if (!store.check({key(rank)})) absent.push_back(group.global_ranks[rank]);
@@ -163,6 +170,8 @@ std::vector<std::string> check_in(c10d::Store& store, const std::string& prefix,
     throw c10::DistBackendError(
         str(failed, "the store is gone, and with it the rank that served it (", first_line(error), ")"));
   }
+  TORCH_CHECK_WITH(DistBackendError, gone.empty(), failed, "the process of rank ", join(gone, ", "),
+                   " has ended. Look there for an earlier error.");
   TORCH_CHECK_WITH(DistBackendError, absent.empty(), failed, "rank ", join(absent, ", "), " did not come within ",
                    group.timeout.count(), " ms. Look there for an earlier error, or raise the timeout.");
   std::vector<std::string> values;
@@ -174,7 +183,8 @@ GroupPtr connect_group(GroupDescription description) {
   const auto specs = parse_backend_spec(description.backend_spec);
   const bool is_alone = description.size == 1 && env("LOCKSTEP_CONNECT_ALONE").value_or("0") != "1";
   if (description.size > 1) {
-    check_in(*description.store, "check_in", str("making group '", description.name, "'"), description);
+    description.homes = check_in(*description.store, "check_in", str("making group '", description.name, "'"),
+                                 description, process_home());
   }
   std::vector<std::pair<c10::DeviceType, BackendPtr>> backends;
   std::map<std::string, BackendPtr> made;
@@ -189,7 +199,8 @@ GroupPtr connect_group(GroupDescription description) {
                               .group_name = description.name,
                               .timeout = description.timeout,
                               .address = description.address,
-                              .global_ranks = description.global_ranks});
+                              .global_ranks = description.global_ranks,
+                              .homes = description.homes});
     }
     backends.emplace_back(device, backend);
   }
@@ -290,7 +301,10 @@ GroupPtr new_subgroups(const GroupPtr& parent, const std::vector<std::vector<int
         .backend_spec = options.backend.empty() ? from.backend_spec : options.backend,
         .address = from.address,
     };
-    for (const int rank : ranks) description.global_ranks.push_back(from.global_ranks[rank]);
+    for (const int rank : ranks) {
+      description.global_ranks.push_back(from.global_ranks[rank]);
+      if (!from.homes.empty()) description.homes.push_back(from.homes[rank]);
+    }
     mine = detail::connect_group(std::move(description));
   }
   return mine;

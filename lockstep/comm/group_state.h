@@ -27,6 +27,11 @@ struct GroupDescription {
   std::chrono::milliseconds timeout;
   std::string backend_spec = "";
   std::string address = "127.0.0.1";
+  std::vector<std::string> homes = {};  // by rank, see process_home.h; empty until they are known
+  /// Where survivors of this group, and of those made after its failures, meet: null for a first one, whose own store
+  /// it is.
+  c10::intrusive_ptr<c10d::Store> survivors_meet_at = nullptr;
+  int generation = 0;  // failures before it
 };
 
 /// A backend of a group, which keeps it alive, with what launch() asks of it.
@@ -83,7 +88,7 @@ GroupPtr connect_group(GroupDescription description);
 std::vector<int> first_ranks(int size);
 
 /// Shows `value` under `prefix`, waits until every rank has done so, and returns what they showed, by rank. Throws
-/// c10::DistBackendError naming absent ranks.
+/// c10::DistBackendError naming absent ranks, at once if they are known to have ended.
 std::vector<std::string> check_in(c10d::Store& store, const std::string& prefix, const std::string& what,
                                   const GroupDescription& group, const std::string& value = "here");
 

@@ -154,7 +154,17 @@ void AllReduceSink::wait_for(Bucket& bucket) {
   }
 }
 
+at::Tensor AllReduceSink::sparse_gradient(const Bucket& bucket) const {
+  const auto& parameter = bucket.parameter(0);
+  auto gradient = bucket.progress.result;
+  if (const auto& rows = bucket.sparse_rows()) {
+    gradient = at::sparse_coo_tensor(rows->view({1, -1}), gradient, parameter.sizes());
+  }
+  return gradient.to(parameter.scalar_type());
+}
+
 std::vector<at::Tensor> AllReduceSink::reduced_gradients(const Bucket& bucket) const {
+  if (bucket.is_sparse()) return {sparse_gradient(bucket)};
   if (!bucket.progress.result.is_same(bucket.buffer())) return bucket.views_of(bucket.progress.result);
   std::vector<at::Tensor> views;
   for (std::size_t place = 0; place < bucket.size(); ++place) views.push_back(bucket.view(place));
@@ -196,6 +206,23 @@ void AllReduceSink::write(std::vector<Bucket>& buckets, UsedMap* used, const Ste
   }
 }
 
+void AllReduceSink::write_gradient(std::size_t index, const at::Tensor& gradient, const GradientAccess& access) const {
+  const auto& parameter = setup_.parameters[index];
+  access.with_gradient(parameter, [&](at::Tensor& grad) {
+    const auto full = setup_.plan.parameters()[index].dtype;
+    if (gradient.is_sparse()) {
+      grad = gradient;
+    } else if (grad.defined()) {
+      copy_plain(grad, gradient);
+    } else if (gradient.scalar_type() != full) {
+      grad = gradient.to(full, /*non_blocking=*/false, /*copy=*/true);
+    } else {
+      grad = torch::autograd::utils::clone_obey_contract(gradient, parameter);
+    }
+    return true;
+  });
+}
+
 void AllReduceSink::write_dense(Bucket& bucket, UsedMap* used, const StepTerms& terms) {
   const auto& options = setup_.options;
   const auto& result = bucket.progress.result;
@@ -211,18 +238,7 @@ void AllReduceSink::write_dense(Bucket& bucket, UsedMap* used, const StepTerms& 
     const auto& gradient = is_in_place ? view : reduced[place];
     const auto& parameter = bucket.parameter(place);
     if (!options.gradient_as_bucket_view || terms.access.is_elsewhere()) {
-      if (terms.is_identity) continue;
-      terms.access.with_gradient(parameter, [&](at::Tensor& grad) {
-        const auto full = setup_.plan.parameters()[index].dtype;
-        if (grad.defined()) {
-          copy_plain(grad, gradient);
-        } else if (gradient.scalar_type() != full) {
-          grad = gradient.to(full, /*non_blocking=*/false, /*copy=*/true);
-        } else {
-          grad = torch::autograd::utils::clone_obey_contract(gradient, parameter);
-        }
-        return true;
-      });
+      if (!terms.is_identity) write_gradient(index, gradient, terms.access);
       continue;
     }
     if (!is_in_place) copy_plain(view, gradient);
@@ -237,20 +253,12 @@ void AllReduceSink::write_dense(Bucket& bucket, UsedMap* used, const StepTerms& 
 }
 
 void AllReduceSink::write_sparse(Bucket& bucket, UsedMap* used, const StepTerms& terms) {
-  const auto& parameter = bucket.parameter(0);
-  auto gradient = bucket.progress.result;
-  if (const auto& rows = bucket.sparse_rows()) {
-    gradient = at::sparse_coo_tensor(rows->view({1, -1}), gradient, parameter.sizes());
-  }
-  gradient = gradient.to(parameter.scalar_type());
+  const auto gradient = sparse_gradient(bucket);
   if (has_consumer()) {
     offer(bucket, {gradient}, [&](std::size_t index) { return used == nullptr || used->is_used(index); });
     if (bucket.progress.is_consumed[0]) return;
   }
-  terms.access.with_gradient(parameter, [&](at::Tensor& grad) {
-    grad = gradient;
-    return true;
-  });
+  write_gradient(bucket.parameter_index(0), gradient, terms.access);
 }
 
 void AllReduceSink::give_up(std::vector<Bucket>& buckets, const StepTerms& terms) {

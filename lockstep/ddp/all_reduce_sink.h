@@ -41,6 +41,8 @@ class AllReduceSink final : public GradientSink {
   void set_consumer(GradientConsumer consumer) { consumer_ = std::move(consumer); }
   bool has_consumer() const { return consumer_.take != nullptr; }
 
+  /// A reduced gradient becomes the parameter's own.
+  void write_gradient(std::size_t index, const at::Tensor& gradient, const GradientAccess& access) const;
   /// Of a bucket that has arrived, by place.
   std::vector<at::Tensor> reduced_gradients(const Bucket& bucket) const;
 
@@ -63,6 +65,7 @@ class AllReduceSink final : public GradientSink {
  private:
   [[noreturn]] void fail_for_hook(const Bucket& bucket, const std::exception& error) const;
   at::Tensor result_of(const Bucket& bucket) const;
+  at::Tensor sparse_gradient(const Bucket& bucket) const;
   void offer(Bucket& bucket, const std::vector<at::Tensor>& reduced, const std::function<bool(std::size_t)>& is_used);
   void write_dense(Bucket& bucket, UsedMap* used, const StepTerms& terms);
   void write_sparse(Bucket& bucket, UsedMap* used, const StepTerms& terms);

@@ -150,6 +150,10 @@ void DdpBase::update_process_group(const GroupPtr& group) {
   engine_->update_process_group(group);
 }
 
+Recovered DdpBase::recover(const GroupPtr& group) {
+  return engine_->recover(group);
+}
+
 void DdpBase::check_finalized() {
   engine_->reducer_for("check_finalized").check_finalized();
 }

@@ -16,6 +16,7 @@
 #include "lockstep/ddp/optimizer_in_backward.h"
 #include "lockstep/ddp/options.h"
 #include "lockstep/ddp/parameter_hook.h"
+#include "lockstep/ddp/recovered.h"
 #include "lockstep/ddp/snapshot.h"
 #include "lockstep/join/join.h"
 
@@ -105,6 +106,11 @@ class DdpBase : public Joinable {
   /// Goes on with another group, of which all members have the model as it is. Null on ranks that are not in it: they
   /// keep theirs.
   void update_process_group(const GroupPtr& group);
+  /// Goes on with `group`, which surviving_group() has made after a collective threw c10::DistBackendError, in forward
+  /// or backward: the step that failed is finished with what had arrived, or reduced again by those who are left.
+  /// Collective over `group`; if another one dies meanwhile it throws, and can be called again with the group of those
+  /// who are left then. Needs DdpOptions::recoverable.
+  Recovered recover(const GroupPtr& group);
   /// Throws if a reduction was begun and not finished.
   void check_finalized();
 

@@ -145,6 +145,7 @@ void DdpEngine::make_reducer() {
   settings.gradient_as_bucket_view = options_.gradient_as_bucket_view && !settings.reduce_dtype;
   settings.skip_all_reduce_unused_params = options_.skip_all_reduce_unused_params;
   settings.batched_grad_copy = options_.batched_grad_copy;
+  settings.recoverable = options_.recoverable;
   settings.plan = plan;
   settings.label = interned(bucket_label(*module_));
   reducer_ = std::make_shared<Reducer>(managed_.tensors, managed_.infos, group_, settings);
@@ -172,6 +173,9 @@ void DdpEngine::make_reducer() {
                                                   detail::buffers_of(*module_, ignored_));
     reducer_->reserve_hook_slot("mixed_precision reduces the gradients its own way");
     logger_->set_mixed_precision(detail::describe(*options_.mixed_precision));
+  }
+  if (options_.recoverable && !options_.mixed_precision) {
+    reducer_->reserve_hook_slot("recoverable reduces gradients in a way that survivors can repeat");
   }
   reducer_->set_error_listener([this](const std::string& error) { logger_->set_error_and_log(error); },
                                [this] { return advice_on_uneven_inputs(); });

@@ -19,6 +19,7 @@
 #include "lockstep/ddp/optimizer_in_backward.h"
 #include "lockstep/ddp/options.h"
 #include "lockstep/ddp/per_parameter_reduction.h"
+#include "lockstep/ddp/recovered.h"
 #include "lockstep/ddp/reducer.h"
 #include "lockstep/ddp/replica_check.h"
 #include "lockstep/ddp/snapshot.h"
@@ -90,6 +91,8 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   void register_fused_optim(const OptimizerFactory& factory, const std::vector<at::Tensor>& parameters);
   void register_buffer_comm_hook(BufferHook hook, BufferHookLocation location);
   void update_process_group(const GroupPtr& group);
+  /// See DdpBase::recover().
+  Recovered recover(const GroupPtr& group);
   c10::DDPLoggingData logging_data() const;
   std::optional<double> overlap_share() const;
   void set_runtime_logging_sample_rate(int sample_rate);

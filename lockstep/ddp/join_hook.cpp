@@ -140,6 +140,7 @@ void DdpEngine::mirror_iteration() {
   } else {
     set_join_divisor(tally);
   }
+  reducer_->set_recovery_weight(join_options_.divide_by_initial_world_size && !join_options_.weighted ? 1 : 0);
   reducer_->mirror_backward(tally.leaving_grad_count() > 0);
 }
 

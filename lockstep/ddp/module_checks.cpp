@@ -138,6 +138,7 @@ Facts shared_facts(const DdpOptions& options, bool has_forward_buffers) {
           {"static_graph", text(options.static_graph)},
           {"skip_all_reduce_unused_params", text(options.skip_all_reduce_unused_params)},
           {"per_parameter", text(options.per_parameter)},
+          {"recoverable", text(options.recoverable)},
           {"mixed_precision", describe(options.mixed_precision.value_or(MixedPrecision{}))},
           {"number of delayed parameters", std::to_string(options.delay_all_reduce_named_params.size())},
           {"buffers synced before forward", text(has_forward_buffers)}};

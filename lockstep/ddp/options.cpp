@@ -45,6 +45,15 @@ void check_options(const DdpOptions& options) {
                 "gradient_as_bucket_view, find_unused_parameters, static_graph, batched_grad_copy, "
                 "skip_all_reduce_unused_params, mixed_precision and delayed reduction do not go with it");
   }
+  if (options.recoverable) {
+    const auto refuse_if = [](bool is_set, const char* what) {
+      TORCH_CHECK(!is_set, "[lockstep/ddp] recoverable does not go with ", what);
+    };
+    refuse_if(options.gradient_as_bucket_view, "gradient_as_bucket_view: local gradients would be lost in the sums");
+    refuse_if(options.per_parameter, "per_parameter, which has no end of a step to vote at");
+    refuse_if(has_delayed, "delayed parameters");
+    refuse_if(options.skip_all_reduce_unused_params, "skip_all_reduce_unused_params");
+  }
   if (options.check_reduction) {
     TORCH_WARN("[lockstep/ddp] check_reduction is deprecated and has no effect");
   }

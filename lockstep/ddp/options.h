@@ -56,6 +56,9 @@ struct DdpOptions {
   std::string bucket_plan = "";
   /// No buckets: each gradient is reduced on its own when it is there.
   bool per_parameter = false;
+  /// If a peer dies, the others may go on by recover(): ranks vote at the end of every reduction, and local gradients
+  /// are kept until then.
+  bool recoverable = false;
 };
 
 namespace detail {

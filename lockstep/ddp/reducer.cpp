@@ -44,6 +44,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<ParameterInfo> 
   TORCH_INTERNAL_ASSERT(infos.size() == setup_.parameters.size(), infos.size(), " names for ", setup_.parameters.size(),
                         " parameters");
   record_.ready_times_ns.assign(setup_.parameters.size(), -1);
+  if (options.recoverable) recovery_.emplace();
   if (options.plan) {
     setup_.plan = *options.plan;
     order_.set_unwanted();
@@ -241,7 +242,7 @@ void Reducer::queue_finish() {
         return false;
       });
     }
-    or_give_up([&] { unused_.used.launch(setup_.group); });
+    or_put_off([&] { unused_.used.launch(setup_.group); });
   }
   torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this()] {
     const auto reducer = self.lock();
@@ -273,7 +274,20 @@ void Reducer::launch(detail::Bucket& bucket) {
   ++record_.buckets_reduced;
   bucket.progress.is_launched = true;
   const LabelScope label({setup_.options.label, static_cast<int>(bucket.index())});
-  or_give_up([&] { detail::with_advice([&] { sink().launch(bucket); }, setup_.listeners.advice); });
+  or_put_off([&] { detail::with_advice([&] { sink().launch(bucket); }, setup_.listeners.advice); });
+}
+
+template <class Action>
+void Reducer::or_put_off(const Action& action) {
+  if (!recovery_) return or_give_up(action);
+  if (recovery_->has_put_off()) return;
+  or_give_up([&] {
+    try {
+      action();
+    } catch (...) {
+      if (!recovery_->puts_off(std::current_exception())) throw;
+    }
+  });
 }
 
 // ---- the end of a backward ----
@@ -282,7 +296,10 @@ void Reducer::finish_backward() {
   const at::NoGradGuard no_grad;
   TORCH_INTERNAL_ASSERT(step_.next_bucket == buckets_.size());
   or_give_up([&] {
+    if (recovery_) recovery_->set_gives_zeros(step_.gives_zeros);
+    if (recovery_) recovery_->begin_end(left_if_it_fails());
     wait_for_all();
+    if (recovery_) vote_to_end();
     sink().write(buckets_, used_map(), step_.terms);
     if (step_.is_mirrored && searches_unused() && !scatter_) write_kept_gradients();
     unused_.used.finish();
@@ -292,6 +309,7 @@ void Reducer::finish_backward() {
   if (searches_unused()) unused_.used.clear();
   for (const auto& pass : step_.passes) pass->is_reduced = true;
   added_.note_averages(setup_, step_.terms.access);
+  if (recovery_) recovery_->end();
   end_step();
   times_.record(Mark::kBackwardCommEnd);
 }
@@ -403,6 +421,7 @@ void Reducer::mirror_backward(bool leaves_grad) {
   ++record_.iteration;
   arm();
   step_.is_mirrored = true;
+  step_.gives_zeros = !gives_leftovers;
   if (gives_leftovers) {
     step_.terms.access = local_.access();
   } else if (leaves_grad) {

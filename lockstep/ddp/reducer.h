@@ -32,6 +32,7 @@
 #include "lockstep/ddp/reducer_setup.h"
 #include "lockstep/ddp/scatter_sink.h"
 #include "lockstep/ddp/static_graph.h"
+#include "lockstep/ddp/step_recovery.h"
 #include "lockstep/ddp/step_times.h"
 #include "lockstep/ddp/unused_parameters.h"
 #include "lockstep/nn/gradient_hooks.h"
@@ -138,6 +139,22 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void clear_scatter();
   /// Another group, whose members have this model as it is. Forgets the order gradients came in. Local.
   void update_process_group(GroupPtr group);
+
+  // ---- after a peer died; see step_recovery.h ----
+
+  bool is_recoverable() const { return recovery_.has_value(); }
+  /// What this rank's gradients count in the average that is reduced next, if the survivors have to begin it again.
+  void set_recovery_weight(double weight);
+  detail::FailedReduction failed_reduction() const;
+  /// Goes on with `group`, the survivors, and the buckets of its rank 0; what the failed step has left is kept.
+  /// Collective.
+  void move_to_survivors(GroupPtr group);
+  /// Finishes the failed step with the sums that arrived. Local.
+  void write_arrived_sums();
+  /// Averages the gradients this rank has, or zeros if it had none to give, divided by `divisor`. Collective.
+  void reduce_again(double divisor);
+  /// The step is begun anew: gradients are dropped. Local.
+  void drop_failed_step();
   /// The wrapper is gone: hooks are removed, and nobody is told anything any more.
   void detach();
 
@@ -180,7 +197,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     bool is_visible = false;  // the forward that armed it has outputs by which a backward is recognized
     bool is_local = false;
     bool is_mirrored = false;
-    bool has_begun = false;  // some gradient is in a bucket, the reduction is unfinished
+    bool gives_zeros = false;  // in a mirrored step
+    bool has_begun = false;    // some gradient is in a bucket, the reduction is unfinished
     bool has_marked_unused = false;
     bool marks_unused_at_end = false;          // of backward
     std::vector<detail::PassPtr> passes = {};  // whose gradients are in it; none if they are not known
@@ -253,9 +271,15 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   /// In a mirrored step: parameters that nobody used have a gradient if they have one on the ranks with inputs.
   void write_kept_gradients();
   void wait_for_all();
+  /// The last point where a recoverable step can fail. Collective.
+  void vote_to_end();
+  detail::FailedReduction::Left left_if_it_fails() const;
   /// Runs `action`; if it throws, the step is given up.
   template <class Action>
   void or_give_up(const Action& action);
+  /// The same, but in a recoverable step the loss of a peer is thrown at the end of backward only.
+  template <class Action>
+  void or_put_off(const Action& action);
   void give_up();
   void end_step();
   void check_prior_reduction_finished();
@@ -280,7 +304,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   detail::ReadyOrder order_;
   detail::AddedGradients added_;
   detail::FailedStep failed_;
-  detail::LocalGradients local_;  // since the last reduction
+  std::optional<detail::StepRecovery> recovery_;  // if that was asked for
+  detail::LocalGradients local_;                  // since the last reduction
   bool has_warned_of_local_backward_ = false;
 };
 

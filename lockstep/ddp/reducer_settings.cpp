@@ -74,6 +74,8 @@ void Reducer::set_comm_hook(CommHook hook) {
 
 void Reducer::set_consumer(GradientConsumer consumer) {
   const std::lock_guard lock(mutex_);
+  TORCH_CHECK(!recovery_ || !consumer.take, setup_.who(),
+              ": optimizers that step in backward do not go with recoverable: a step that failed cannot be taken back");
   averages_.set_consumer(std::move(consumer));
 }
 
@@ -131,7 +133,7 @@ void Reducer::set_scatter(const ScatterFactory& make, const std::string& reason)
 }
 
 void Reducer::check_context() const {
-  if (!scatter_ && !averages_.has_consumer()) return;
+  if (!scatter_ && !averages_.has_consumer() && !recovery_) return;
   const auto& slot = hook_slot_taken_by();
   setup_.fail(str(setup_.who(), ": ", slot.empty() ? str("comm hook '", comm_hook_name(), "' steps in backward") : slot,
                   ", which works on .grad; in a context of distributed autograd gradients are not there but in the ",

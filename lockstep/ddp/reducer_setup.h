@@ -22,6 +22,8 @@ struct ReducerOptions {
   bool gradient_as_bucket_view = false;
   bool skip_all_reduce_unused_params = false;
   bool batched_grad_copy = false;
+  /// Ranks vote before gradients are written, so that survivors of a failure can go on.
+  bool recoverable = false;
   /// Gradients are reduced in this dtype instead of their parameters'.
   std::optional<at::ScalarType> reduce_dtype = std::nullopt;
   /// The buckets to begin with, if they are known; see BucketPlan::load(). They stay as they are.

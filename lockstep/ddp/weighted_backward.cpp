@@ -76,6 +76,13 @@ void WeightedBackward::forget_zeroed() {
   if (so_far_ != 0 && !waiting_.has_gradients(all_)) so_far_ = 0;
 }
 
+void WeightedBackward::undo(double before, bool is_reduced, double factor) {
+  so_far_ = before;
+  if (is_reduced && before == 0) multiply_gradients(all_, factor);
+  // The next backward may be a plain one.
+  if (is_reduced) reducer_->forget_divisor();
+}
+
 void WeightedBackward::run(const at::Tensor& loss, double weight, bool is_reduced) {
   TORCH_CHECK(weight >= 0 && std::isfinite(weight), "[lockstep/ddp] a weight of ", weight,
               " was given: it cannot be negative and must be finite");
@@ -85,6 +92,7 @@ void WeightedBackward::run(const at::Tensor& loss, double weight, bool is_reduce
   double divisor = ranks;
   if (is_reduced) {
     divisor = reduced(before + weight);
+    reducer_->set_recovery_weight(before + weight);
     reducer_->set_divisor_source([divisor] { return divisor; });
     // Gradients of an earlier reduced step are averages already: what the divisor takes away is given back.
     if (before == 0) multiply_gradients(all_, divisor / ranks);
@@ -94,12 +102,14 @@ void WeightedBackward::run(const at::Tensor& loss, double weight, bool is_reduce
   set_zeroes_gradients(weight == 0);
   try {
     (loss * weight).backward();
+  } catch (const c10::DistBackendError&) {
+    set_zeroes_gradients(false);
+    // The survivors may begin the reduction again, with gradients as they are.
+    if (!reducer_->is_recoverable()) undo(before, is_reduced, ranks / divisor);
+    throw;
   } catch (...) {
     set_zeroes_gradients(false);
-    so_far_ = before;
-    if (is_reduced && before == 0) multiply_gradients(all_, ranks / divisor);
-    // The next backward may be a plain one.
-    if (is_reduced) reducer_->forget_divisor();
+    undo(before, is_reduced, ranks / divisor);
     throw;
   }
   set_zeroes_gradients(false);

@@ -32,6 +32,9 @@ class WeightedBackward {
   /// Weights of backwards whose gradients were zeroed since, and so are not waiting any more, are dropped.
   void forget_zeroed();
 
+  /// Nothing waits: gradients were dropped.
+  void forget() { so_far_ = 0; }
+
   /// For a reduction without run(): the weight of this backward and of those before it. Collective.
   double reduced_weight_with(double weight) { return reduced(std::exchange(so_far_, 0) + weight); }
   /// For a rank that takes part with zeros: what it has not reduced is dropped, so its weight must not count.
@@ -44,6 +47,8 @@ class WeightedBackward {
   /// The sum of the ranks' weights, of which this one's is given. Collective.
   double reduced(double weight) const;
   std::string who() const;
+  /// A backward failed: no weight is left of it, and gradients of earlier ones are what they were.
+  void undo(double before, bool is_reduced, double factor);
   /// While it is set, gradients of a backward count as zeros, whatever they are: NaN too.
   void set_zeroes_gradients(bool zeroes);
 

@@ -33,7 +33,8 @@ GroupDescription description_of(const BackendRequest& request) {
           .size = request.size,
           .name = request.group_name,
           .global_ranks = request.global_ranks.empty() ? first_ranks(request.size) : request.global_ranks,
-          .timeout = request.timeout};
+          .timeout = request.timeout,
+          .homes = request.homes};
 }
 
 /// Among ranks of one host.
@@ -81,7 +82,11 @@ BackendRequest request_among(const std::vector<int>& ranks, const std::string& p
   part.rank = static_cast<int>(std::find(ranks.begin(), ranks.end(), request.rank) - ranks.begin());
   part.size = static_cast<int>(ranks.size());
   part.global_ranks.clear();
-  for (const int rank : ranks) part.global_ranks.push_back(all.global_ranks[static_cast<std::size_t>(rank)]);
+  part.homes.clear();
+  for (const int rank : ranks) {
+    part.global_ranks.push_back(all.global_ranks[static_cast<std::size_t>(rank)]);
+    if (!all.homes.empty()) part.homes.push_back(all.homes[static_cast<std::size_t>(rank)]);
+  }
   return part;
 }
 

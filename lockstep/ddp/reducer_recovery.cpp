@@ -1,0 +1,88 @@
+// The part of the Reducer that survivors of a failure finish a step with. See step_recovery.h.
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+
+#include <utility>
+
+#include "lockstep/base/str.h"
+#include "lockstep/comm/call_label.h"
+#include "lockstep/comm/objects.h"
+#include "lockstep/ddp/reducer.h"
+
+namespace lockstep {
+
+using Left = detail::FailedReduction::Left;
+
+Left Reducer::left_if_it_fails() const {
+  // Which parameters the others used is lost with the step, and so is what a static graph has counted.
+  return searches_unused() || static_graph_.is_on() ? Left::kNothing : Left::kLocal;
+}
+
+void Reducer::vote_to_end() {
+  std::vector<detail::StepRecovery::Sum> sums;
+  for (const auto& bucket : buckets_) {
+    const auto reduced = averages_.reduced_gradients(bucket);
+    for (std::size_t place = 0; place < bucket.size(); ++place) {
+      const auto index = bucket.parameter_index(place);
+      if (used_map() == nullptr || used_map()->is_used(index)) sums.push_back({index, reduced[place]});
+    }
+  }
+  recovery_->vote(setup_.group, setup_.parameters[0].device(), std::move(sums));
+}
+
+void Reducer::set_recovery_weight(double weight) {
+  const std::lock_guard lock(mutex_);
+  if (recovery_) recovery_->set_weight(weight);
+}
+
+detail::FailedReduction Reducer::failed_reduction() const {
+  const std::lock_guard lock(mutex_);
+  return recovery_->failed();
+}
+
+void Reducer::move_to_survivors(GroupPtr group) {
+  update_process_group(group);
+  const std::lock_guard lock(mutex_);
+  // Some may have rebuilt theirs just before the failure, and others not.
+  const LabelScope label({"DDP's buckets after a failure"});
+  setup_.plan = BucketPlan::load(broadcast_object(setup_.plan.save(), 0, setup_.group), setup_.plan.parameters());
+  make_buckets();
+}
+
+void Reducer::write_arrived_sums() {
+  const std::lock_guard lock(mutex_);
+  const at::NoGradGuard no_grad;
+  for (const auto& [index, gradient] : recovery_->sums()) {
+    averages_.write_gradient(index, gradient, step_.terms.access);
+  }
+  local_.forget();
+  recovery_->end();
+}
+
+void Reducer::reduce_again(double divisor) {
+  const std::lock_guard lock(mutex_);
+  const at::NoGradGuard no_grad;
+  const bool gives_zeros = recovery_->gives_zeros();
+  arm();
+  step_.is_mirrored = gives_zeros;
+  step_.gives_zeros = gives_zeros;
+  step_.divisor_source = [divisor] { return divisor; };
+  step_.terms.access.settle();
+  begin_reduction();
+  for (auto& bucket : buckets_) {
+    attach_buffer(bucket);
+    gives_zeros ? intake_.take_zeros(bucket, step_.terms, sink()) : intake_.take_leftovers(bucket, step_.terms, sink());
+    bucket.progress.gradients_missing = 0;
+    launch_ready_buckets();
+  }
+  finish_backward();
+}
+
+void Reducer::drop_failed_step() {
+  const std::lock_guard lock(mutex_);
+  for (const auto& parameter : setup_.parameters) parameter.mutable_grad() = at::Tensor();
+  local_.forget();
+  recovery_->forget();
+}
+
+}  // namespace lockstep

@@ -1,0 +1,389 @@
+// Going on without a rank that was killed: DdpOptions::recoverable, surviving_group() and recover(). Finding: after a
+// failed step nothing but a restart helped.
+#include <gmock/gmock.h>
+#include <torch/optim/adam.h>
+
+#include <csignal>
+#include <random>
+#include <thread>
+
+#include "lockstep/base/env.h"
+#include "lockstep/base/observer.h"
+#include "lockstep/testing/seeds.h"
+#include "tests/support/ddp_models.h"
+#include "tests/support/error_text.h"
+
+namespace lockstep {
+namespace {
+
+using namespace std::chrono_literals;
+using ddp_models::Mlp;
+using ::testing::HasSubstr;
+
+// What a killed rank ends with, and here all others too: nobody then stops them.
+constexpr int kKilled = 128 + SIGKILL;
+constexpr int kSteps = 12;
+
+/// Kills this process when the library announces its n-th event from now on.
+class DiesAt : public Observer {
+ public:
+  explicit DiesAt(int event) : left_(event) {}
+  void on_event(const Event& event) override {
+    if (left_ >= 0 && left_-- == 0) ::raise(SIGKILL);
+    if (!label_.empty() && event.unit.find(label_) != std::string::npos && event.state == state_) ::raise(SIGKILL);
+  }
+  void at(std::string label, std::string state) {
+    label_ = std::move(label);
+    state_ = std::move(state);
+  }
+
+ private:
+  int left_;
+  std::string label_;
+  std::string state_;
+};
+
+Mlp make_model() {
+  torch::manual_seed(3);
+  Mlp model(std::vector<int64_t>{6, 16, 16, 3});
+  model->to(at::kDouble);  // so that another order of summing is no difference
+  return model;
+}
+
+at::Tensor input_of(int rank, int step) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(1000 * rank + step));
+  return at::randn({4, 6}, generator, at::kDouble);
+}
+
+/// What one process computes if these ranks take part in each step.
+std::vector<at::Tensor> trained_by(const std::vector<std::vector<int>>& ranks_of_step) {
+  auto model = make_model();
+  torch::optim::Adam optimizer(model->parameters(), 0.01);
+  for (std::size_t step = 0; step < ranks_of_step.size(); ++step) {
+    optimizer.zero_grad();
+    for (const int rank : ranks_of_step[step]) {
+      const auto loss = model->forward(input_of(rank, static_cast<int>(step))).pow(2).mean();
+      (loss / static_cast<double>(ranks_of_step[step].size())).backward();
+    }
+    optimizer.step();
+  }
+  return model->parameters();
+}
+
+double distance(const std::vector<at::Tensor>& some, const std::vector<at::Tensor>& others) {
+  double most = 0;
+  for (std::size_t i = 0; i < some.size(); ++i) {
+    most = std::max(most, (some[i] - others[i]).abs().max().item<double>());
+  }
+  return most;
+}
+
+/// All ranks that are left have the same bits.
+void expect_same_bits(const std::vector<at::Tensor>& parameters, const GroupPtr& group) {
+  for (const auto& parameter : parameters) {
+    const auto first = parameter.detach().clone();
+    broadcast(first, 0, group);
+    EXPECT_TRUE(at::equal(first, parameter));
+  }
+}
+
+struct Outcome {
+  GroupPtr group;
+  std::vector<at::Tensor> parameters;
+  int failures = 0;
+  std::vector<std::size_t> ranks_in_step = {};  // as far as this rank knows
+};
+
+/// The loop of docs/ddp.md.
+Outcome train(const World& world, const DdpOptions& options, const std::function<void(int step)>& before_step = {}) {
+  Outcome outcome{.group = world.group(), .parameters = {}};
+  auto model = make_model();
+  auto all = options;
+  all.recoverable = true;
+  DistributedDataParallel<Mlp> ddp(model, outcome.group, all);
+  torch::optim::Adam optimizer(model->parameters(), 0.01);
+  const SurvivorOptions patient{.patience = 20s};
+  for (int step = 0; step < kSteps; ++step) {
+    if (before_step) before_step(step);
+    bool has_gradients = false;
+    bool must_recover = false;
+    while (!has_gradients) {
+      try {
+        if (must_recover) {
+          outcome.group = surviving_group(outcome.group, patient);
+          has_gradients = ddp.recover(outcome.group) == Recovered::kStep;
+          must_recover = false;
+          continue;
+        }
+        optimizer.zero_grad();
+        ddp(input_of(world.rank(), step)).pow(2).mean().backward();
+        has_gradients = true;
+      } catch (const c10::DistBackendError&) {
+        must_recover = true;
+        ++outcome.failures;
+      }
+    }
+    outcome.ranks_in_step.push_back(global_ranks(outcome.group).size());
+    optimizer.step();
+  }
+  outcome.parameters = model->parameters();
+  return outcome;
+}
+
+/// Equal to one process in which the dead rank took part up to some step.
+void expect_trained_until_death(const Outcome& outcome, int world_size) {
+  const auto left = global_ranks(outcome.group);
+  std::vector<int> all(static_cast<std::size_t>(world_size));
+  std::iota(all.begin(), all.end(), 0);
+  double best = 1;
+  for (int last = -1; last < kSteps; ++last) {
+    std::vector<std::vector<int>> ranks_of_step(kSteps, left);
+    std::fill(ranks_of_step.begin(), ranks_of_step.begin() + last + 1, all);
+    best = std::min(best, distance(outcome.parameters, trained_by(ranks_of_step)));
+  }
+  EXPECT_LT(best, 1e-9) << "no step at which rank " << lost_ranks(current_world()->group(), outcome.group).at(0)
+                        << " could have died gives these parameters";
+}
+
+void run_and_kill(const std::function<int(std::mt19937&)>& draw_victim, unsigned seed, const DdpOptions& options) {
+  const auto report = testing::run_processes_from_gtest(
+      {.world_size = 4, .backend = "shm", .timeout = 120s, .collective_timeout = 40s, .expected_exit_code = kKilled},
+      [&](const World& world) {
+        std::mt19937 random(seed);
+        const int victim = draw_victim(random);
+        // A step has some twenty events on a rank, or more with many buckets.
+        DiesAt end(std::uniform_int_distribution<int>(0, 220)(random));
+        std::optional<ObserverScope> watched;
+        const auto outcome = train(world, options, [&](int step) {
+          if (step == 0 && world.rank() == victim) watched.emplace(end);
+        });
+        if (world.rank() == victim) ::raise(SIGKILL);  // it outlived its events
+        EXPECT_EQ(global_ranks(outcome.group).size(), outcome.failures == 0 ? 4U : 3U);
+        for (const auto& parameter : outcome.parameters) EXPECT_TRUE(parameter.isfinite().all().item<bool>());
+        if (outcome.failures > 0) {
+          expect_same_bits(outcome.parameters, outcome.group);
+          expect_trained_until_death(outcome, 4);
+        }
+        if (!::testing::Test::HasFailure()) std::_Exit(kKilled);
+      });
+  if (!testing::is_rank_process()) {
+    EXPECT_TRUE(report.has_passed()) << "seed " << seed << "\n" << report.describe();
+  }
+}
+
+TEST(DdpRecover, GoesOnWhereverARankIsKilled) {
+  // LOCKSTEP_RECOVER_TRIALS=100 for a long look.
+  const int trials = std::stoi(env("LOCKSTEP_RECOVER_TRIALS").value_or("4"));
+  for (int trial = std::stoi(env("LOCKSTEP_RECOVER_FIRST").value_or("0"));
+       trial < trials && !::testing::Test::HasFailure(); ++trial) {
+    DdpOptions options;
+    options.bucket_cap_mb = trial % 2 == 0 ? 0.0005 : 25;
+    options.find_unused_parameters = trial % 4 == 3;
+    run_and_kill([](std::mt19937& random) { return std::uniform_int_distribution<int>(0, 3)(random); },
+                 static_cast<unsigned>(trial), options);
+  }
+}
+
+/// Rank 1 of 3 dies when `label` comes to `state` in step 3.
+void die_at(const std::string& label, const std::string& state, const std::function<void(const Outcome&)>& check) {
+  const auto report = testing::run_processes_from_gtest(
+      {.world_size = 3, .backend = "shm", .timeout = 60s, .collective_timeout = 30s, .expected_exit_code = kKilled},
+      [&](const World& world) {
+        DiesAt end(-1);
+        std::optional<ObserverScope> watched;
+        if (world.rank() == 1) watched.emplace(end);
+        const auto outcome = train(world, {.bucket_cap_mb = 0.0005}, [&](int step) {
+          if (step == 3) end.at(label, state);
+        });
+        EXPECT_EQ(lost_ranks(world.group(), outcome.group), std::vector<int>{1});
+        expect_same_bits(outcome.parameters, outcome.group);
+        check(outcome);
+        if (!::testing::Test::HasFailure()) std::_Exit(kKilled);
+      });
+  if (!testing::is_rank_process()) {
+    EXPECT_TRUE(report.has_passed()) << report.describe();
+  }
+}
+
+void expect_three_steps_of_all(const Outcome& outcome, int steps_of_all) {
+  std::vector<std::vector<int>> ranks_of_step(kSteps, {0, 2});
+  std::fill(ranks_of_step.begin(), ranks_of_step.begin() + steps_of_all, std::vector<int>{0, 1, 2});
+  EXPECT_LT(distance(outcome.parameters, trained_by(ranks_of_step)), 1e-9);
+}
+
+TEST(DdpRecover, ReducesAgainWhatWasUnderWay) {
+  // Its last bucket never comes: the survivors' own gradients are averaged over the two of them.
+  die_at("layer0", "ready", [](const Outcome& outcome) { expect_three_steps_of_all(outcome, 3); });
+}
+
+TEST(DdpRecover, KeepsSumsThatHaveArrived) {
+  // It dies when it has given everything: its gradients of that step count.
+  die_at("DDP's vote", "launch", [](const Outcome& outcome) { expect_three_steps_of_all(outcome, 4); });
+}
+
+TEST(DdpRecover, GoesOnAfterEachOfSeveralDeaths) {
+  const auto report = testing::run_processes_from_gtest(
+      {.world_size = 4, .backend = "shm", .timeout = 60s, .collective_timeout = 30s, .expected_exit_code = kKilled},
+      [&](const World& world) {
+        const auto outcome = train(world, {}, [&](int step) {
+          if (step == 2 && world.rank() == 0) ::raise(SIGKILL);
+          if (step == 5 && world.rank() == 3) ::raise(SIGKILL);
+        });
+        EXPECT_EQ(global_ranks(outcome.group), (std::vector<int>{1, 2}));
+        EXPECT_THAT(group_name(outcome.group), HasSubstr("after 2 failures"));
+        expect_same_bits(outcome.parameters, outcome.group);
+        std::vector<std::vector<int>> ranks_of_step(kSteps, {1, 2});
+        std::fill(ranks_of_step.begin(), ranks_of_step.begin() + 5, std::vector<int>{1, 2, 3});
+        std::fill(ranks_of_step.begin(), ranks_of_step.begin() + 2, std::vector<int>{0, 1, 2, 3});
+        EXPECT_LT(distance(outcome.parameters, trained_by(ranks_of_step)), 1e-9);
+        if (!::testing::Test::HasFailure()) std::_Exit(kKilled);
+      });
+  if (!testing::is_rank_process()) {
+    EXPECT_TRUE(report.has_passed()) << report.describe();
+  }
+}
+
+TEST(DdpRecover, DividesByTheWeightsOfThoseWhoAreLeft) {
+  const auto report = testing::run_processes_from_gtest(
+      {.world_size = 3, .backend = "shm", .timeout = 60s, .collective_timeout = 30s, .expected_exit_code = kKilled},
+      [&](const World& world) {
+        auto model = make_model();
+        DistributedDataParallel<Mlp> ddp(model, world.group(), {.bucket_cap_mb = 0.0005, .recoverable = true});
+        DiesAt end(-1);
+        end.at("layer0", "ready");
+        std::optional<ObserverScope> watched;
+        if (world.rank() == 1) watched.emplace(end);
+        const auto weight = 1.0 + world.rank();
+        try {
+          ddp.backward(ddp(input_of(world.rank(), 0)).pow(2).mean(), weight);
+          ADD_FAILURE() << "rank 1 did not die";
+        } catch (const c10::DistBackendError&) {
+          EXPECT_EQ(ddp.recover(surviving_group(world.group())), Recovered::kStep);
+        }
+        auto reference = make_model();
+        for (const int rank : {0, 2}) {
+          (reference->forward(input_of(rank, 0)).pow(2).mean() * ((1.0 + rank) / 4)).backward();
+        }
+        for (std::size_t i = 0; i < reference->parameters().size(); ++i) {
+          EXPECT_TRUE(at::allclose(model->parameters()[i].grad(), reference->parameters()[i].grad(), 1e-5, 1e-6));
+        }
+        if (!::testing::Test::HasFailure()) std::_Exit(kKilled);
+      });
+  if (!testing::is_rank_process()) {
+    EXPECT_TRUE(report.has_passed()) << report.describe();
+  }
+}
+
+TEST(DdpRecover, AnotherJoinScopeTakesTheInputsThatAreLeft) {
+  const auto report = testing::run_processes_from_gtest(
+      {.world_size = 3, .backend = "shm", .timeout = 60s, .collective_timeout = 30s, .expected_exit_code = kKilled},
+      [&](const World& world) {
+        auto group = world.group();
+        auto model = make_model();
+        DistributedDataParallel<Mlp> ddp(model, group, {.recoverable = true});
+        torch::optim::SGD optimizer(model->parameters(), 0.05);
+        // Rank 0 runs out of inputs first; rank 2 is killed when it has.
+        const int inputs = world.rank() == 0 ? 2 : 6;
+        int step = 0;
+        bool must_step = false;
+        for (bool is_over = false; !is_over;) {
+          try {
+            ddp.join().run([&] {
+              for (; step < inputs; ++step) {
+                if (step == 4 && world.rank() == 2) ::raise(SIGKILL);
+                if (!std::exchange(must_step, false)) {
+                  optimizer.zero_grad();
+                  ddp(input_of(world.rank(), step)).pow(2).mean().backward();
+                }
+                optimizer.step();
+              }
+            });
+            is_over = true;
+          } catch (const c10::DistBackendError&) {
+            group = surviving_group(group);
+            must_step = ddp.recover(group) == Recovered::kStep && step < inputs;
+          }
+        }
+        EXPECT_EQ(step, inputs);
+        EXPECT_EQ(global_ranks(group), (std::vector<int>{0, 1}));
+        expect_same_bits(model->parameters(), group);
+        if (!::testing::Test::HasFailure()) std::_Exit(kKilled);
+      });
+  if (!testing::is_rank_process()) {
+    EXPECT_TRUE(report.has_passed()) << report.describe();
+  }
+}
+
+TEST(Survivors, LeaveARankBehindThatDoesNotAnswer) {
+  const auto report = testing::run_processes_from_gtest(
+      {.world_size = 3, .backend = "shm", .timeout = 60s, .collective_timeout = 1s, .expected_exit_code = kKilled},
+      [&](const World& world) {
+        if (world.rank() == 2) {
+          std::this_thread::sleep_for(4s);  // alive, but late
+          testing::expect_error([&] { surviving_group(world.group(), {.patience = 500ms}); },
+                                {"went on without this one", "SurvivorOptions::patience"});
+          if (!::testing::Test::HasFailure()) std::_Exit(kKilled);
+        }
+        EXPECT_THROW(all_reduce(at::ones({3}), world.group()), c10::DistBackendError);
+        const auto group = surviving_group(world.group(), {.patience = 500ms});
+        EXPECT_EQ(global_ranks(group), (std::vector<int>{0, 1}));
+        const auto sum = at::ones({3});
+        all_reduce(sum, group);
+        EXPECT_TRUE(at::equal(sum, at::full({3}, 2.0F)));
+        std::this_thread::sleep_for(4s);  // the store stays until the late one has asked
+        if (!::testing::Test::HasFailure()) std::_Exit(kKilled);
+      });
+  if (!testing::is_rank_process()) {
+    EXPECT_TRUE(report.has_passed()) << report.describe();
+  }
+}
+
+TEST(Survivors, ThatAreTooFewSayso) {
+  const auto report = testing::run_processes_from_gtest(
+      {.world_size = 3, .backend = "shm", .timeout = 60s, .collective_timeout = 30s, .expected_exit_code = kKilled},
+      [&](const World& world) {
+        barrier(world.group());
+        if (world.rank() == 1) ::raise(SIGKILL);
+        const auto begin = std::chrono::steady_clock::now();
+        EXPECT_THROW(all_reduce(at::ones({3}), world.group()), c10::DistBackendError);
+        testing::expect_error([&] { surviving_group(world.group(), {.at_least = 3}); },
+                              {"only 2 of 3 ranks", "at least 3 are needed"});
+        // A process that is known to have ended is not waited for.
+        EXPECT_LT(std::chrono::steady_clock::now() - begin, 10s);
+        if (!::testing::Test::HasFailure()) std::_Exit(kKilled);
+      });
+  if (!testing::is_rank_process()) {
+    EXPECT_TRUE(report.has_passed()) << report.describe();
+  }
+}
+
+/// Rank threads share libtorch's generator.
+Mlp built_alike() {
+  Mlp model{nullptr};
+  testing::build_deterministically([&] { model = make_model(); });
+  return model;
+}
+
+LOCKSTEP_THREAD_TEST(DdpRecover, IsAskedForWhenTheModuleIsWrapped, 2) {
+  DistributedDataParallel<Mlp> plain(built_alike(), world.group(), {});
+  testing::expect_error([&] { plain.recover(world.group()); }, {"DdpOptions::recoverable"});
+  const auto refused = [&](DdpOptions options, const std::string& why) {
+    options.recoverable = true;
+    testing::expect_error([&] { DistributedDataParallel<Mlp>(built_alike(), world.group(), options); },
+                          {"recoverable does not go with", why});
+  };
+  refused({.gradient_as_bucket_view = true}, "gradient_as_bucket_view");
+  refused({.per_parameter = true}, "per_parameter");
+  refused({.skip_all_reduce_unused_params = true}, "skip_all_reduce_unused_params");
+  DistributedDataParallel<Mlp> ddp(built_alike(), world.group(), {.recoverable = true});
+  testing::expect_error([&] { ddp.register_comm_hook(allreduce_hook()); }, {"recoverable"});
+  // It trains as any other.
+  ddp(input_of(world.rank(), 0)).sum().backward();
+  plain(input_of(world.rank(), 0)).sum().backward();
+  for (std::size_t i = 0; i < plain.parameters().size(); ++i) {
+    EXPECT_TRUE(at::equal(plain.parameters()[i].grad(), ddp.parameters()[i].grad()));
+  }
+}
+
+}  // namespace
+}  // namespace lockstep
