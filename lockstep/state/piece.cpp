@@ -1,6 +1,6 @@
 #include "lockstep/state/piece.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
 #include <set>
@@ -95,7 +95,8 @@ void add_piece(StateByIndex& by_index, const StatePiece& piece, const at::Tensor
     const auto& own = value.toTensor();
     auto found = state.find(name);
     if (found == state.end()) {
-      const auto whole = at::empty({parameter.numel()}, own.options().device(at::kCPU));
+      // What no piece brings, because the rank that had it is gone, begins anew.
+      const auto whole = at::zeros({parameter.numel()}, own.options().device(at::kCPU));
       found = state.emplace(name, unflattened_like(whole, parameter)).first;
     }
     const auto row = flattened_like(found->second.toTensor(), parameter);

@@ -271,15 +271,18 @@ at::Tensor ZeroOptimizer::step(LossClosure closure) {
 at::Tensor ZeroOptimizer::step_with(const LocalStep& local_step, LossClosure closure) {
   TORCH_CHECK(!options_.overlap_with_ddp, who(),
               ": with overlap_with_ddp backwards do the steps, which cannot be replaced");
+  if (std::exchange(is_step_taken_, false)) return {};
   if (options_.stage != ZeroStage::kReplicated) Join::check_listed(*this);
   begin_join_iteration();
   has_begun_join_iteration_ = false;
   prepare_step();
   at::Tensor loss;
   announce_if_throws([&] { loss = sharding_->step(local_step, std::move(closure)); });
+  ++steps_taken_;
   note_join_step();
   const LabelScope label({"ZeRO's step"});
   sharding_->sync();
+  steps_synced_ = steps_taken_;
   return loss;
 }
 

@@ -81,6 +81,12 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Sh
   /// Bytes on this rank. Local.
   ZeroMemoryReport memory_report() const;
 
+  /// Goes on with `group`, which surviving_group() has made: after recover() of the DistributedDataParallel, and before
+  /// the step is repeated or taken. A step that failed when this rank had stepped its shard is finished; the program's
+  /// next step() then does nothing more. State is divided anew. Returns the parameters whose state, or a part of it,
+  /// has died with the rank that held it: it begins anew. Collective over `group`.
+  std::vector<std::string> recover(const GroupPtr& group);
+
   /// Throws on all ranks, naming those that differ, unless all have the same parameter groups: count, shapes, dtypes.
   /// Collective and blocking.
   void check_same_on_all_ranks();
@@ -176,11 +182,13 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Sh
   /// In the first step, and in the first one after groups or state have changed: throws on all ranks if they list
   /// parameters in another order, or if not all have loaded the same state. Collective then.
   void compare_once();
+  /// Divides parameters and the survivors' state among `group`. Returns whose state is lost.
+  std::vector<std::string> divide_anew(const GroupPtr& group);
 
   // Fixed after construction.
   const LocalOptimizerType type_;
   const ZeroOptions options_;  // partition is given
-  const GroupPtr group_;
+  GroupPtr group_;             // until recover() gives another
   c10::Device default_device_ = at::kCPU;
 
   std::optional<PartitionCache> partition_;
@@ -188,6 +196,11 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Sh
   std::vector<std::vector<const void*>> known_;  // parameters by group, as of the last step
   std::vector<bool> is_trainable_;               // by index
   std::optional<OptimizerStateDict> consolidated_;
+
+  // See recover().
+  int64_t steps_taken_ = 0;
+  int64_t steps_synced_ = 0;
+  bool is_step_taken_ = false;  // the next step()'s, already
 
   // Of the Join scope it is in, or was in last.
   bool has_begun_join_iteration_ = false;

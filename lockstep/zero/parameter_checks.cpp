@@ -109,7 +109,7 @@ void take_back_moved(const std::vector<const FlatShard*>& buffers, const Paramet
   if (moved.empty()) return;
   for (const auto& [flat, index] : moved) {
     const auto& parameter = flat->parameters()[index];
-    TORCH_CHECK(flat->fits(index), who, ": ", place_of(groups, parameter), " is ", describe(parameter), " on ",
+    TORCH_CHECK(flat->fits(index), who, ": ", place_of(groups, parameter), " is ", lockstep::describe(parameter), " on ",
                 parameter.device(), " now. The optimizer has it in a buffer of ", flat->buffer().scalar_type(), " on ",
                 flat->buffer().device(), " with the sizes it had. Make the optimizer anew after such a change; with ",
                 "DDP's mixed_precision, let the backward of every forward run before the step.");
