@@ -14,6 +14,7 @@
 
 #include "cli/output.h"
 #include "cli/summary.h"
+#include "cli/temporary_folder.h"
 #include "lockstep/base/env.h"
 #include "lockstep/base/str.h"
 #include "lockstep/launch/job.h"
@@ -68,6 +69,11 @@ class SignalTarget {
   ~SignalTarget() { running_job = nullptr; }
 };
 
+bool has_survivor(const JobResult& result) {
+  return !result.timed_out && !result.interrupted_by &&
+         std::any_of(result.ranks.begin(), result.ranks.end(), [](const auto& each) { return each.status.ok(); });
+}
+
 class Launcher {
  public:
   explicit Launcher(const RunOptions& options)
@@ -92,6 +98,7 @@ class Launcher {
     for (layout_.restart_count = 0;; ++layout_.restart_count) {
       const JobResult result = run_attempt();
       std::cerr << summary(result) << std::flush;
+      if (options_.survivors && has_survivor(result)) return 0;
       const bool may_restart = result.first_failed && !result.interrupted_by && first_signal == 0;
       if (!may_restart || layout_.restart_count == options_.max_restarts) return exit_code(result);
       std::cerr << "lockstep-run: restarting all ranks (" << layout_.restart_count + 1 << " of "
@@ -112,6 +119,9 @@ class Launcher {
     // A new port for each attempt: connections of the last one may linger on the old one.
     std::optional<PortReservation> port;
     if (!options_.master) layout_.master_port = port.emplace().port();
+    // A store in a file outlives every rank.
+    std::optional<TemporaryFolder> store;
+    if (options_.survivors) layout_.store_file = store.emplace("lockstep-store").path() + "/store";
     JobOptions options;
     for (int local_rank = 0; local_rank < options_.ranks_per_node; ++local_rank) {
       options.ranks.push_back({layout_.rank(local_rank), options_.command, environment(local_rank)});
@@ -124,6 +134,7 @@ class Launcher {
     options.grace = options_.grace;
     // Survivors name the rank that is gone, over gloo after a grace of 0.8 s of their own.
     options.linger_after_failure = std::chrono::milliseconds(1500);
+    options.stop_others_on_failure = !options_.survivors;
     output_.begin_attempt(layout_.restart_count, options.ranks);
     Job job(std::move(options));
     const SignalTarget target(job);

@@ -31,6 +31,7 @@ struct Raw {
   std::string timeout;
   std::string grace = "5s";
   bool no_prefix = false;
+  bool survivors = false;
 };
 
 class UsageFormatter : public CLI::Formatter {
@@ -55,6 +56,9 @@ void declare(CLI::App& app, Raw& raw) {
   app.add_option("--log-dir,--log_dir", raw.log_dir, "Also write output to DIR/attempt_<k>/rank_<r>.out and .err");
   app.add_option("--timeout", raw.timeout, "Stop everything after this time: 90, 90s, 10m, 1h (default: none)");
   app.add_option("--grace", raw.grace, "Time between asking ranks to stop and killing them (default 5s)");
+  app.add_flag(
+      "--survivors", raw.survivors,
+      "A rank that fails stops nobody: the others may go on without it, as by DistributedDataParallel::recover()");
   app.add_flag("--no-prefix", raw.no_prefix, "Do not put '[rank] ' before each line");
 }
 
@@ -101,6 +105,10 @@ RunOptions judge(const Raw& raw, std::vector<std::string> rest, int core_count) 
   if (!raw.timeout.empty()) options.timeout = parse_time("--timeout", raw.timeout);
   options.grace = parse_time("--grace", raw.grace);
   options.prefix = !raw.no_prefix;
+  options.survivors = raw.survivors;
+  if (options.survivors && options.node_count > 1) {
+    throw UsageError("--survivors is for one node: ranks of several meet at a store that dies with its rank");
+  }
   return options;
 }
 

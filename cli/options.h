@@ -24,6 +24,7 @@ struct RunOptions {
   std::optional<std::chrono::milliseconds> timeout;
   std::chrono::milliseconds grace{5000};
   bool prefix = true;
+  bool survivors = false;
   std::vector<std::string> command;  // never empty
 };
 

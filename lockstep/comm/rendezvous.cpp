@@ -16,6 +16,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "lockstep/base/broken_pipe.h"
+#include "lockstep/base/env.h"
 #include "lockstep/base/str.h"
 #include "lockstep/base/unique_fd.h"
 #include "lockstep/comm/failure.h"
@@ -109,6 +110,7 @@ StorePtr rendezvous(const std::string& init_method, const RankEnvironment& self,
   };
   if (rest_after("env://")) {
     if (self.world_size == 1 && self.master_port == 0) return c10::make_intrusive<c10d::HashStore>();
+    if (const auto file = env("LOCKSTEP_STORE_FILE")) return rendezvous("file://" + *file, self, timeout);
     auto store = tcp_store(self.master_addr, self.master_port, self.rank == 0 && !self.launcher_serves_store, self.rank,
                            self.world_size, timeout);
     // Torchrun keeps its store over restarts; ranks of one attempt must not see the keys of the one before.

@@ -66,6 +66,7 @@ EnvironmentChanges variables_for_rank(const LaunchLayout& layout, int local_rank
   set("TORCHELASTIC_MAX_RESTARTS", layout.max_restarts);
   set("TORCHELASTIC_RUN_ID", layout.run_id);
   set("LOCKSTEP_LAUNCHER", "lockstep-run");
+  changes["LOCKSTEP_STORE_FILE"] = layout.store_file.empty() ? std::nullopt : std::optional(layout.store_file);
   set("LOCKSTEP_RESTART_COUNT", layout.restart_count);
   return changes;
 }

@@ -17,6 +17,7 @@ struct LaunchLayout {
   int master_port = 0;
   int restart_count = 0;
   int max_restarts = 0;
+  std::string store_file = "";  // where ranks meet in place of a store that rank 0 serves; empty if they do not
   std::string run_id = "none";  // same on all nodes and for all restarts of a run
 
   int world_size() const { return ranks_per_node * node_count; }
