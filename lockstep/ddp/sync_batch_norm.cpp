@@ -3,10 +3,9 @@
 #include <ATen/ops/batch_norm.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/rsqrt.h>
-#include <ATen/ops/var_mean.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -14,8 +13,8 @@
 #include <tuple>
 #include <utility>
 
-#include "lockstep/comm/collectives.h"
 #include "lockstep/comm/world.h"
+#include "lockstep/ddp/batch_statistics.h"
 #include "lockstep/nn/functional_collectives.h"
 
 namespace lockstep {
@@ -24,17 +23,6 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-/// Statistics and their gradients are computed in at least single precision.
-at::ScalarType wide(at::ScalarType dtype) {
-  return dtype == at::kDouble ? at::kDouble : at::kFloat;
-}
-
-std::vector<int64_t> all_dims_but_channels(const at::Tensor& input) {
-  std::vector<int64_t> dims = {0};
-  for (int64_t dim = 2; dim < input.dim(); ++dim) dims.push_back(dim);
-  return dims;
-}
-
 /// A vector over channels, to be combined with tensors of the input's sizes.
 at::Tensor per_channel(const at::Tensor& vector, const at::Tensor& input) {
   std::vector<int64_t> sizes(static_cast<std::size_t>(input.dim()), 1);
@@ -42,49 +30,10 @@ at::Tensor per_channel(const at::Tensor& vector, const at::Tensor& input) {
   return vector.view(sizes);
 }
 
-struct Statistics {
-  at::Tensor mean;
-  at::Tensor variance;  // not corrected
-  double count = 0;     // of values per channel, on all ranks together
-};
-
-/// Combined in rank order from each rank's mean and sum of squared deviations: the same bits on every rank, and no
-/// cancellation as in a sum of squares.
-Statistics gather_statistics(const at::Tensor& input, const GroupPtr& group) {
-  const auto channels = input.size(1);
-  const auto values = input.to(wide(input.scalar_type()));
-  const auto own_count = static_cast<double>(channels == 0 ? 0 : input.numel() / channels);
-  // In double: a count beyond 2^24 does not fit a float.
-  auto mine = at::zeros({2 * channels + 1}, values.options().dtype(at::kDouble));
-  if (own_count > 0) {
-    const auto [variance, mean] = at::var_mean(values, all_dims_but_channels(input), /*correction=*/at::Scalar(0));
-    mine.narrow(0, 0, channels).copy_(mean);
-    mine.narrow(0, channels, channels).copy_(variance.to(at::kDouble).mul(own_count));
-  }
-  mine.narrow(0, 2 * channels, 1).fill_(own_count);
-  const auto all = at::empty({group->getSize(), 2 * channels + 1}, mine.options());
-  all_gather_into_tensor(all, mine, group);
-  auto mean = at::zeros({channels}, mine.options());
-  auto squares = at::zeros({channels}, mine.options());
-  const auto counts = all.select(1, 2 * channels).cpu();
-  double count = 0;
-  for (int64_t rank = 0; rank < group->getSize(); ++rank) {
-    const double theirs = counts[rank].item<double>();
-    if (theirs == 0) continue;
-    const auto delta = all[rank].narrow(0, 0, channels) - mean;
-    const double together = count + theirs;
-    mean = mean + delta * (theirs / together);
-    squares = squares + all[rank].narrow(0, channels, channels) + delta * delta * (count * theirs / together);
-    count = together;
-  }
-  const auto dtype = values.scalar_type();
-  return {.mean = mean.to(dtype), .variance = (squares / std::max(count, 1.0)).to(dtype), .count = count};
-}
-
 /// Mean and inverse deviation as autograd sees them: functions of every rank's input.
-std::pair<at::Tensor, at::Tensor> tracked_statistics(const at::Tensor& values, double count, double eps,
+std::pair<at::Tensor, at::Tensor> tracked_statistics(const at::Tensor& values, const at::Tensor& count, double eps,
                                                      const GroupPtr& group) {
-  const auto dims = all_dims_but_channels(values);
+  const auto dims = detail::all_dims_but_channels(values);
   const auto mean = functional::all_reduce(values.sum(dims), group) / count;
   const auto squares = (values - per_channel(mean, values)).pow(2).sum(dims);
   return {mean, at::rsqrt(functional::all_reduce(squares, group) / count + eps)};
@@ -93,9 +42,8 @@ std::pair<at::Tensor, at::Tensor> tracked_statistics(const at::Tensor& values, d
 struct Normalize : torch::autograd::Function<Normalize> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& input, const at::Tensor& weight,
                             const at::Tensor& bias, const at::Tensor& mean, const at::Tensor& inverse_deviation,
-                            double count, double eps, const GroupPtr& group) {
-    context->save_for_backward({input, weight, mean, inverse_deviation});
-    context->saved_data["count"] = count;
+                            const at::Tensor& count, double eps, const GroupPtr& group) {
+    context->save_for_backward({input, weight, mean, inverse_deviation, count});
     context->saved_data["eps"] = eps;
     context->saved_data["group"] = c10::IValue::make_capsule(group);
     context->saved_data["has_bias"] = bias.defined();
@@ -112,9 +60,9 @@ struct Normalize : torch::autograd::Function<Normalize> {
     const auto& weight = saved[1];
     auto mean = saved[2];
     auto inverse_deviation = saved[3];
-    const auto count = context->saved_data["count"].toDouble();
+    const auto& count = saved[4];
     const auto group = c10::static_intrusive_pointer_cast<c10d::ProcessGroup>(context->saved_data["group"].toCapsule());
-    const auto dims = all_dims_but_channels(input);
+    const auto dims = detail::all_dims_but_channels(input);
     const auto values = input.to(mean.scalar_type());
     const auto gradient = gradients[0].to(mean.scalar_type());
     // Gradients of these gradients are asked for: then the statistics are no constants.
@@ -151,15 +99,37 @@ SyncBatchNormImpl::SyncBatchNormImpl(const torch::nn::BatchNormOptions& given, G
   SyncBatchNormImpl::reset();
 }
 
+SyncBatchNormImpl::SyncBatchNormImpl(const torch::nn::BatchNormOptions& given, GroupPtr group,
+                                     const BatchNormTensors& tensors)
+    : options(given), process_group(std::move(group)) {
+  register_tensors(tensors);
+}
+
 void SyncBatchNormImpl::reset() {
   const auto features = options.num_features();
-  weight = register_parameter("weight", options.affine() ? at::empty({features}) : at::Tensor(), options.affine());
-  bias = register_parameter("bias", options.affine() ? at::empty({features}) : at::Tensor(), options.affine());
-  const bool tracks = options.track_running_stats();
-  running_mean = register_buffer("running_mean", tracks ? at::zeros({features}) : at::Tensor());
-  running_var = register_buffer("running_var", tracks ? at::ones({features}) : at::Tensor());
-  num_batches_tracked = register_buffer("num_batches_tracked", tracks ? at::zeros({}, at::kLong) : at::Tensor());
+  BatchNormTensors tensors;
+  if (options.affine()) {
+    tensors.weight = at::empty({features}).requires_grad_();
+    tensors.bias = at::empty({features}).requires_grad_();
+  }
+  if (options.track_running_stats()) {
+    tensors.running_mean = at::zeros({features});
+    tensors.running_var = at::ones({features});
+    tensors.num_batches_tracked = at::zeros({}, at::kLong);
+  }
+  register_tensors(tensors);
   reset_parameters();
+}
+
+void SyncBatchNormImpl::register_tensors(const BatchNormTensors& tensors) {
+  const auto parameter = [&](const char* name, const at::Tensor& tensor) {
+    return register_parameter(name, tensor, tensor.defined() && tensor.requires_grad());
+  };
+  weight = parameter("weight", tensors.weight);
+  bias = parameter("bias", tensors.bias);
+  running_mean = register_buffer("running_mean", tensors.running_mean);
+  running_var = register_buffer("running_var", tensors.running_var);
+  num_batches_tracked = register_buffer("num_batches_tracked", tensors.num_batches_tracked);
 }
 
 void SyncBatchNormImpl::reset_running_stats() {
@@ -190,31 +160,42 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
               " features got an input with ", input.size(1), " channels");
   const bool uses_batch = is_training() || !running_mean.defined();
   const auto group = uses_batch ? (process_group ? process_group : default_group()) : nullptr;
-  double factor = options.momentum().value_or(0.0);
-  if (is_training() && num_batches_tracked.defined()) {
-    num_batches_tracked += 1;
-    if (!options.momentum()) factor = 1.0 / static_cast<double>(num_batches_tracked.item<int64_t>());
-  }
+  const bool counts_batches = is_training() && num_batches_tracked.defined();
+  if (counts_batches) num_batches_tracked += 1;
   if (!uses_batch || group->getSize() == 1) {
+    double factor = options.momentum().value_or(0.0);
+    if (counts_batches && !options.momentum()) factor = 1.0 / num_batches_tracked.item<double>();
     const bool updates = is_training();
     return at::batch_norm(input, weight, bias, updates || !uses_batch ? running_mean : at::Tensor(),
                           updates || !uses_batch ? running_var : at::Tensor(), uses_batch, factor, options.eps(),
                           /*cudnn_enabled=*/true);
   }
-  Statistics statistics;
+  detail::BatchStatistics statistics;
   {
     const at::NoGradGuard no_grad;
-    statistics = gather_statistics(input, group);
-    TORCH_CHECK(statistics.count > 1, "[lockstep/ddp] SyncBatchNorm got ", statistics.count,
-                " value per channel on all ranks together: it needs more than one to train");
-    if (is_training() && running_mean.defined()) {
-      const double correction = statistics.count / (statistics.count - 1);
-      running_mean.mul_(1 - factor).add_(statistics.mean.to(running_mean.scalar_type()), factor);
-      running_var.mul_(1 - factor).add_(statistics.variance.to(running_var.scalar_type()), factor * correction);
-    }
+    statistics = detail::gather_statistics(input, group);
+    if (is_training() && running_mean.defined()) update_running_stats(statistics);
   }
   return Normalize::apply(input, weight, bias, statistics.mean, at::rsqrt(statistics.variance + options.eps()),
                           statistics.count, options.eps(), group);
+}
+
+void SyncBatchNormImpl::update_running_stats(const detail::BatchStatistics& statistics) {
+  const auto mean = statistics.mean.to(running_mean.scalar_type());
+  const auto variance = statistics.variance.to(running_var.scalar_type());
+  // One double: the share this batch has in the running statistics.
+  auto factor = at::scalar_tensor(options.momentum().value_or(0.0), at::kDouble);
+  if (!options.momentum() && num_batches_tracked.defined()) factor = num_batches_tracked.to(at::kDouble).reciprocal();
+  const auto correction = statistics.count / (statistics.count - 1);
+  if (mean.is_cpu()) {
+    const auto share = factor.item<double>();
+    running_mean.mul_(1 - share).add_(mean, share);
+    running_var.mul_(1 - share).add_(variance, share * correction.item<double>());
+    return;
+  }
+  // Where asking for the numbers would make the host wait for the device.
+  running_mean.mul_(1 - factor).add_(mean * factor);
+  running_var.mul_(1 - factor).add_(variance * (correction * factor));
 }
 
 }  // namespace lockstep
