@@ -13,6 +13,7 @@
 #include "lockstep/comm/survivors.h"
 #include "lockstep/comm/values.h"
 #include "lockstep/comm/world.h"
+#include "lockstep/ddp/convert_sync_batchnorm.h"
 #include "lockstep/ddp/default_hooks.h"
 #include "lockstep/ddp/distributed_data_parallel.h"
 #include "lockstep/ddp/hook_registry.h"
