@@ -32,6 +32,10 @@ void add_rows(Report& report, const std::string& model, int world, const Measure
                  .peers = {"unsplit", "eager"},
                  .goals = {{"unsplit", 2.5}}},
                 measured.at("first"));
+  add_peer_rows(
+      report,
+      {.case_name = str("exposed share ", model, where), .metric = "%", .ours = "split", .peers = {"unsplit", "eager"}},
+      measured.at("exposed"));
   auto captures = measured.at("capture");
   if (const auto found = captures.find(kPython); found != captures.end()) captures["python-dynamo"] = found->second;
   add_peer_rows(report,

@@ -115,7 +115,12 @@ TimedWork capture_of(const Case& which, const Workload& workload) {
 
 Contender make_contender(const std::string& name, const Case& which, const World& world) {
   const auto workload = make_workload(which.model, which.width, world.device());
-  Contender contender{.name = name, .timed = {step_of(make_ddp(name, which, workload, world.group()), workload)}};
+  const auto ddp = make_ddp(name, which, workload, world.group());
+  auto step = step_of(ddp, workload);
+  auto exposed = step;
+  exposed.what = "exposed";
+  exposed.figure = [ddp] { return 100 * (1 - ddp->overlap_share().value_or(0)); };
+  Contender contender{.name = name, .timed = {std::move(step), std::move(exposed)}};
   const auto watched = make_workload(which.model, which.width, world.device());
   // A group of its own: the rest of its backward meets the barriers between what is timed.
   std::vector<int> ranks(static_cast<std::size_t>(world.world_size()));

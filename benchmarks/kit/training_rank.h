@@ -15,7 +15,8 @@ namespace lockstep::bench {
 struct TimedWork {
   std::string what;  // one word
   std::function<void()> run;
-  std::function<void()> prepare = nullptr;  // before ranks meet and the clock starts
+  std::function<void()> prepare = nullptr;   // before ranks meet and the clock starts
+  std::function<double()> figure = nullptr;  // what is taken in place of the time
 };
 
 /// One way to train. Everything in it is collective.
