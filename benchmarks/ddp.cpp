@@ -22,6 +22,15 @@ void add_rows(Report& report, const std::string& model, int world, const Measure
       differences(measured.at("step"), {{"ours", "local"}, {"c10d-reducer", "local"}, {"python-ddp", "python-local"}});
   add({.case_name = "overhead", .metric = "ms", .are_differences = true}, overhead);
   add({.case_name = "step", .metric = "ms"}, measured.at("step"));
+  // What one rank does in a world of several: without others it copies nothing.
+  if (world == 1) {
+    add_peer_rows(report,
+                  {.case_name = str("step with copies ", where),
+                   .metric = "ms",
+                   .ours = "ours-copies",
+                   .peers = {"ours", "python-ddp", "c10d-reducer", "local"}},
+                  measured.at("step"));
+  }
   if (model == "300-layers") {
     add({.case_name = "host per parameter", .metric = "us", .scale = 1000.0 / 600, .are_differences = true}, overhead);
   }
@@ -36,7 +45,7 @@ int main(int argc, char** argv) {
   return training_main(argc, argv,
                        {.name = "ddp",
                         .description = "training steps of DistributedDataParallel beside c10d::Reducer and Python's",
-                        .contenders = {"local", "ours", "c10d-reducer"},
+                        .contenders = {"local", "ours", "ours-copies", "c10d-reducer"},
                         .python_contenders = {"python-local", "python-ddp"},
                         .alone = {"ours", "c10d-reducer"},
                         .python_peer = LOCKSTEP_BENCH_PYTHON_PEER,

@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include "benchmarks/kit/workload.h"
+#include "lockstep/ddp/default_hooks.h"
 #include "lockstep/ddp/distributed_data_parallel.h"
 
 namespace lockstep::bench {
@@ -22,9 +23,11 @@ std::function<void()> local_step(const Workload& workload) {
   };
 }
 
-std::function<void()> our_step(const Workload& workload, const World& world) {
+std::function<void()> our_step(const Workload& workload, const World& world, bool forces_copies) {
   const auto ddp =
       std::make_shared<DistributedDataParallel<std::shared_ptr<Trainable>>>(workload.module, world.group());
+  // A lone rank leaves gradients where they are, unless somebody wants to see them in a bucket.
+  if (forces_copies) ddp->register_comm_hook(allreduce_hook(world.group()));
   return [ddp, workload] {
     forget_gradients(*workload.module);
     ddp->forward(workload.input).pow(2).mean().backward();
@@ -83,7 +86,7 @@ Contender make_contender(const std::string& name, const Case& which, const World
   const auto workload = make_workload(which.model, which.width, world.device());
   const auto made = [&](std::function<void()> step) { return Contender{name, {{"step", std::move(step)}}}; };
   if (name == "local") return made(local_step(workload));
-  if (name == "ours") return made(our_step(workload, world));
+  if (name == "ours" || name == "ours-copies") return made(our_step(workload, world, name == "ours-copies"));
   TORCH_CHECK(name == "c10d-reducer", "unknown contender ", name);
   return made(reducer_step(workload, world));
 }

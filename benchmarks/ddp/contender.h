@@ -7,8 +7,9 @@
 
 namespace lockstep::bench {
 
-/// "local": no communication. "ours": DistributedDataParallel over the world's group. "c10d-reducer": libtorch's
-/// Reducer over gloo (or NCCL for CUDA tensors), as Python's wrapper drives it. Collective.
+/// "local": no communication. "ours": DistributedDataParallel over the world's group; "ours-copies": the same with a
+/// comm hook, so that gradients are copied into buckets and back also if there is nobody to average with.
+/// "c10d-reducer": libtorch's Reducer over gloo (or NCCL for CUDA tensors), as Python's wrapper drives it. Collective.
 Contender make_contender(const std::string& name, const Case& which, const World& world);
 
 }  // namespace lockstep::bench
