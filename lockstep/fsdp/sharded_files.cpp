@@ -4,6 +4,8 @@
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
+#include <cstdio>
+#include <fstream>
 #include <functional>
 #include <random>
 
@@ -16,8 +18,8 @@
 namespace lockstep {
 namespace {
 
-std::string shard_path(const std::string& path, int64_t part) {
-  return str(path, ".shard", part);
+std::string shard_path(const std::string& path, const std::string& save, int64_t part) {
+  return str(path, save.empty() ? "" : "." + save, ".shard", part);
 }
 
 /// What is wrong on some rank, told to all: first along the last axis, then along those before it.
@@ -30,21 +32,54 @@ std::string first_problem(const DeviceMesh& mesh, std::string problem) {
   return problem;
 }
 
-/// This rank's file. Returns what went wrong.
-std::string write_shard(const torch::nn::Module& module, const torch::optim::Optimizer* optimizer,
-                        const std::string& path, const std::optional<DeviceMesh>& mesh) {
-  const auto id = str(std::random_device()(), ".", std::random_device()());
-  StateShard shard{.save = mesh ? broadcast_over(*mesh, id) : id, .parts = mesh ? static_cast<int>(mesh->size()) : 1};
+std::string problem_of(const std::function<void()>& action) {
   try {
-    shard.model = sharded_state_dict(module);
-    if (optimizer != nullptr) shard.optimizer = sharded_optimizer_state_dict(module, *optimizer);
-    const auto& ranks = mesh ? mesh->ranks() : std::vector<int>{0};
-    const auto place = mesh ? std::find(ranks.begin(), ranks.end(), mesh->get_rank()) - ranks.begin() : 0;
-    save_state_shard(shard_path(path, place), shard);
+    action();
   } catch (const c10::Error& error) {
     return error.what_without_backtrace();
   }
   return "";
+}
+
+/// The index that a new one will replace; of no parts if there is none.
+ShardIndex index_before(const std::string& path) {
+  try {
+    return load_shard_index(path);
+  } catch (const std::exception&) {
+    return {.parts = 0};
+  }
+}
+
+void replace_index(const std::string& path, const ShardIndex& index) {
+  const auto before = index_before(path);
+  save_shard_index(path, index);
+  for (int part = 0; part < before.parts; ++part) std::remove(shard_path(path, before.save, part).c_str());
+  // And those of a save from before there was an index, which a save has always replaced.
+  for (int part = 0; std::remove(shard_path(path, "", part).c_str()) == 0;) ++part;
+}
+
+/// All parts, and then the index, which the mesh's first rank writes. Returns what went wrong on some rank, after which
+/// nothing of it is left.
+std::string write_shards(const torch::nn::Module& module, const torch::optim::Optimizer* optimizer,
+                         const std::string& path, const std::optional<DeviceMesh>& mesh) {
+  const auto together = [&](const std::string& problem) { return mesh ? first_problem(*mesh, problem) : problem; };
+  const auto id = str(std::random_device()(), "-", std::random_device()());
+  StateShard shard{.save = mesh ? broadcast_over(*mesh, id) : id, .parts = mesh ? static_cast<int>(mesh->size()) : 1};
+  const auto& ranks = mesh ? mesh->ranks() : std::vector<int>{0};
+  const auto place = mesh ? std::find(ranks.begin(), ranks.end(), mesh->get_rank()) - ranks.begin() : 0;
+  const auto file = shard_path(path, shard.save, place);
+  auto problem = together(problem_of([&] {
+    shard.model = sharded_state_dict(module);
+    if (optimizer != nullptr) shard.optimizer = sharded_optimizer_state_dict(module, *optimizer);
+    save_state_shard(file, shard);
+  }));
+  if (problem.empty()) {
+    problem = together(problem_of([&] {
+      if (place == 0) replace_index(path, {.save = shard.save, .parts = shard.parts});
+    }));
+  }
+  if (!problem.empty()) std::remove(file.c_str());
+  return problem;
 }
 
 /// What is saved but for its values, by which slices of a mesh that hold the same are known.
@@ -67,7 +102,7 @@ std::string save_in_one_slice(const torch::nn::Module& module, const std::string
   const bool is_first = broadcast_over(mesh, leads && turn->is_first() ? "first" : "") == "first";
   const auto saved = "saved " + names_of(module);
   if (is_first) {
-    const auto problem = first_problem(mesh, write());
+    const auto problem = write();
     if (leads) turn->tell(problem.empty() ? saved : problem);
     return problem;
   }
@@ -80,15 +115,9 @@ std::string save_in_one_slice(const torch::nn::Module& module, const std::string
 
 void save(const torch::nn::Module& module, const torch::optim::Optimizer* optimizer, const std::string& path) {
   const auto mesh = largest_mesh(module.parameters());
-  const auto write = [&] { return write_shard(module, optimizer, path, mesh); };
-  std::string problem;
-  if (!mesh) {
-    problem = write();
-  } else if (mesh->get_root_mesh().size() > mesh->size()) {
-    problem = save_in_one_slice(module, path, *mesh, write);
-  } else {
-    problem = first_problem(*mesh, write());
-  }
+  const auto write = [&] { return write_shards(module, optimizer, path, mesh); };
+  const bool is_slice = mesh && mesh->get_root_mesh().size() > mesh->size();
+  const auto problem = is_slice ? save_in_one_slice(module, path, *mesh, write) : write();
   TORCH_CHECK(problem.empty(), "[lockstep/fsdp] state was not saved: ", problem);
 }
 
@@ -97,16 +126,16 @@ void load(torch::nn::Module& module, torch::optim::Optimizer* optimizer, const s
   detail::ModuleStateLoader model(module, options);
   std::optional<detail::OptimizerStateLoader> state;
   if (optimizer != nullptr) state.emplace(module, *optimizer, options);
-  std::string save;
-  int parts = 1;
-  for (int part = 0; part < parts; ++part) {
-    const auto shard = load_state_shard(shard_path(path, part));
-    if (part == 0) {
-      save = shard.save;
-      parts = shard.parts;
-    }
-    TORCH_CHECK(shard.save == save, "[lockstep/fsdp] ", shard_path(path, part), " belongs to another save than ",
-                shard_path(path, 0), ". A save was not finished, or parts were mixed up.");
+  // Saves from before there was an index have parts without a number, of which the first says how many there are.
+  const bool is_old = !std::ifstream(path) && std::ifstream(shard_path(path, "", 0));
+  auto index = is_old ? ShardIndex() : load_shard_index(path);
+  const auto number = index.save;
+  for (int part = 0; part < index.parts; ++part) {
+    const auto file = shard_path(path, number, part);
+    const auto shard = load_state_shard(file);
+    if (is_old && part == 0) index = {.save = shard.save, .parts = shard.parts};
+    TORCH_CHECK(shard.save == index.save, "[lockstep/fsdp] ", file, " belongs to another save than ",
+                is_old ? shard_path(path, "", 0) : path, ". A save was not finished, or parts were mixed up.");
     model.add(shard.model);
     if (state) state->add(shard.optimizer);
   }

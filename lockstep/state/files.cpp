@@ -4,17 +4,20 @@
 #include <c10/util/Exception.h>
 
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 
 #include "lockstep/base/str.h"
 #include "lockstep/shard/flat.h"
+#include "lockstep/state/disk.h"
 #include "lockstep/state/pickled_file.h"
 #include "lockstep/state/python_format.h"
 
 namespace lockstep::detail {
 namespace {
 
-constexpr const char* kFormat = "lockstep state 2";
+constexpr const char* kFormat = "lockstep state 3";
+constexpr const char* kSecondFormat = "lockstep state 2";
 constexpr const char* kFirstFormat = "lockstep optimizer state 1";
 /// At the start of every part: which save it belongs to.
 constexpr int64_t kHeaderBytes = sizeof(int64_t);
@@ -48,15 +51,46 @@ std::vector<SavedTensor> tensors_from(const c10::IValue& sizes, const c10::IValu
   return tensors;
 }
 
+std::string file_of_part(const std::string& path, int64_t part, const StateIndex& index) {
+  return index.has_named_parts ? part_path(path, part, index.save_id) : str(path, ".part", part);
+}
+
+/// The save a part belongs to; 0 if it cannot be read.
+int64_t save_of(const std::string& file) {
+  int64_t id = 0;
+  std::ifstream(file, std::ios::binary).read(reinterpret_cast<char*>(&id), sizeof(id));
+  return id;
+}
+
+/// Parts of older formats are counted by looking: those without a piece are not in the index.
+void remove_parts(const std::string& path, const StateIndex& index) {
+  for (int64_t part = 0;; ++part) {
+    const auto file = file_of_part(path, part, index);
+    const bool is_there = index.has_named_parts ? part < index.parts : save_of(file) == index.save_id;
+    if (!is_there) return;
+    std::remove(file.c_str());
+  }
+}
+
+/// The index that a new one will replace, if it is one.
+std::optional<StateIndex> index_before(const std::string& path) {
+  if (!std::ifstream(path)) return std::nullopt;
+  try {
+    return read_index(path);
+  } catch (const std::exception&) {
+    return std::nullopt;  // something else, or damaged: it names no parts
+  }
+}
+
 /// Reads bytes [begin, begin + size) of a part into `into`.
 class PartReader {
  public:
-  PartReader(const std::string& path, int64_t part, int64_t save_id)
-      : file_(part_path(path, part)), in_(file_, std::ios::binary) {
+  PartReader(const std::string& path, int64_t part, const StateIndex& index)
+      : file_(file_of_part(path, part, index)), in_(file_, std::ios::binary) {
     TORCH_CHECK(in_, "[lockstep/state] cannot read ", file_, ": ", std::strerror(errno));
     int64_t id = 0;
     read(0, &id, sizeof(id));
-    TORCH_CHECK(id == save_id, "[lockstep/state] ", file_, " belongs to another save than the index ", path);
+    TORCH_CHECK(id == index.save_id, "[lockstep/state] ", file_, " belongs to another save than the index ", path);
   }
   void read(int64_t begin, void* into, int64_t size) {
     in_.seekg(begin);
@@ -144,7 +178,7 @@ class Reading {
   PartReader& part(int64_t number) {
     auto found = parts_.find(number);
     if (found == parts_.end()) {
-      found = parts_.emplace(number, std::make_shared<PartReader>(path_, number, index_.save_id)).first;
+      found = parts_.emplace(number, std::make_shared<PartReader>(path_, number, index_)).first;
     }
     return *found->second;
   }
@@ -164,12 +198,12 @@ std::vector<std::string> StateIndex::names() const {
   return names;
 }
 
-std::string part_path(const std::string& path, int64_t part) {
-  return str(path, ".part", part);
+std::string part_path(const std::string& path, int64_t part, int64_t save_id) {
+  return str(path, ".", save_id, ".part", part);
 }
 
 PartWriter::PartWriter(const std::string& path, int64_t part, int64_t save_id)
-    : file_(part_path(path, part)), part_(part), out_(file_, std::ios::binary | std::ios::trunc) {
+    : file_(part_path(path, part, save_id)), part_(part), out_(file_, std::ios::binary | std::ios::trunc) {
   out_.write(reinterpret_cast<const char*>(&save_id), sizeof(save_id));
   offset_ = kHeaderBytes;
   check();
@@ -194,6 +228,7 @@ void PartWriter::take(const StatePiece& piece, const std::string& name, int64_t 
 std::vector<PlacedPiece> PartWriter::finish() {
   out_.close();
   check();
+  flush_to_disk(file_);
   return std::move(placed_);
 }
 
@@ -226,21 +261,28 @@ void write_index(const std::string& path, const StateIndex& index) {
   c10::impl::GenericDict whole(c10::StringType::get(), c10::AnyType::get());
   whole.insert("format", kFormat);
   whole.insert("save", index.save_id);
+  whole.insert("parts", index.parts);
   whole.insert("groups", to_python(index.groups));
   whole.insert("pieces", to_ivalue(index.pieces));
   whole.insert("tensors", to_ivalue(index.tensors));
+  const auto before = index_before(path);
   write_pickled(path, whole);
+  if (before && before->save_id != index.save_id) remove_parts(path, *before);
 }
 
 StateIndex read_index(const std::string& path) {
   constexpr const char* kWhat = "index of saved optimizer state";
   const auto whole = read_pickled(path, kWhat);
   const auto format = whole.at("format").toStringRef();
-  TORCH_CHECK(format == kFormat || format == kFirstFormat, "[lockstep/state] ", path, " is no ", kWhat);
+  const bool is_newest = format == kFormat;
+  TORCH_CHECK(is_newest || format == kSecondFormat || format == kFirstFormat, "[lockstep/state] ", path, " is no ",
+              kWhat);
   return {.save_id = whole.at("save").toInt(),
+          .parts = is_newest ? whole.at("parts").toInt() : 0,
+          .has_named_parts = is_newest,
           .groups = from_python(whole.at("groups")),
-          .tensors = format == kFormat ? tensors_from(whole.at("tensors"))
-                                       : tensors_from(whole.at("sizes"), whole.at("strides")),
+          .tensors = format == kFirstFormat ? tensors_from(whole.at("sizes"), whole.at("strides"))
+                                            : tensors_from(whole.at("tensors")),
           .pieces = placed_from(whole.at("pieces"))};
 }
 

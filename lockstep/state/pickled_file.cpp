@@ -4,11 +4,12 @@
 #include <torch/csrc/jit/serialization/pickle.h>
 
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
 #include <fstream>
 #include <iterator>
 #include <vector>
+
+#include "lockstep/state/disk.h"
 
 namespace lockstep::detail {
 
@@ -18,8 +19,9 @@ void write_pickled(const std::string& path, const c10::impl::GenericDict& dict) 
   std::ofstream out(unfinished, std::ios::binary | std::ios::trunc);
   out.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
   out.close();
-  TORCH_CHECK(out && std::rename(unfinished.c_str(), path.c_str()) == 0, "[lockstep/state] cannot write ", path, ": ",
-              std::strerror(errno));
+  TORCH_CHECK(out, "[lockstep/state] cannot write ", path, ": ", std::strerror(errno));
+  flush_to_disk(unfinished);
+  rename_on_disk(unfinished, path);
 }
 
 c10::impl::GenericDict read_pickled(const std::string& path, const std::string& what) {

@@ -8,7 +8,7 @@
 
 namespace lockstep::detail {
 
-/// Under another name first: a file that is there is complete.
+/// Under another name first, and flushed: a file that is there is complete, and outlives a crash.
 void write_pickled(const std::string& path, const c10::impl::GenericDict& dict);
 
 /// Refuses a file that holds no dict with a "format": it "is no " `what`.

@@ -14,6 +14,7 @@ namespace lockstep {
 namespace {
 
 constexpr const char* kShardFormat = "lockstep shard 1";
+constexpr const char* kIndexFormat = "lockstep shards 1";
 constexpr int64_t kRagged = -1;  // where a StridedShard has its split_factor
 
 c10::impl::GenericDict any_dict() {
@@ -199,6 +200,21 @@ StateShard load_state_shard(const std::string& path) {
           .parts = static_cast<int>(whole.at("parts").toInt()),
           .model = model_from(whole.at("model")),
           .optimizer = optimizer_from(whole.at("optimizer"))};
+}
+
+void save_shard_index(const std::string& path, const ShardIndex& index) {
+  auto whole = any_dict();
+  whole.insert("format", kIndexFormat);
+  whole.insert("save", index.save);
+  whole.insert("parts", static_cast<int64_t>(index.parts));
+  detail::write_pickled(path, whole);
+}
+
+ShardIndex load_shard_index(const std::string& path) {
+  constexpr const char* kWhat = "index of saved shards";
+  const auto whole = detail::read_pickled(path, kWhat);
+  TORCH_CHECK(whole.at("format").toStringRef() == kIndexFormat, "[lockstep/state] ", path, " is no ", kWhat);
+  return {.save = whole.at("save").toStringRef(), .parts = static_cast<int>(whole.at("parts").toInt())};
 }
 
 namespace detail {

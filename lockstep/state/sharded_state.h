@@ -63,6 +63,14 @@ struct StateShard {
 void save_state_shard(const std::string& path, const StateShard& shard);
 StateShard load_state_shard(const std::string& path);
 
+/// What says which parts a save has. Written once all of them are there.
+struct ShardIndex {
+  std::string save = "";
+  int parts = 1;
+};
+void save_shard_index(const std::string& path, const ShardIndex& index);
+ShardIndex load_shard_index(const std::string& path);
+
 namespace detail {
 
 /// A tensor that is put together of parts: all of it, or the part of it that one rank is to have.

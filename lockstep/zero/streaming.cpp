@@ -4,6 +4,8 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 
+#include <algorithm>
+#include <cstdio>
 #include <random>
 #include <set>
 
@@ -33,8 +35,10 @@ int64_t agreed_save_id(const GroupPtr& group) {
   return static_cast<int64_t>(std::hash<std::string>()(id) >> 1U);
 }
 
-/// What every rank says, in rank order. If `work` throws on some rank, all ranks throw what it threw.
-std::vector<std::string> say_or_throw_together(const GroupPtr& group, const std::function<std::string()>& work) {
+/// What every rank says, in rank order. If `work` throws on some rank, all ranks remove their part, `own_part`, and
+/// throw what it threw. A rank that cannot hear the others leaves the part: the index may be there already.
+std::vector<std::string> say_or_throw_together(const GroupPtr& group, const std::string& own_part,
+                                               const std::function<std::string()>& work) {
   std::string said;
   try {
     said = "1" + work();
@@ -43,7 +47,10 @@ std::vector<std::string> say_or_throw_together(const GroupPtr& group, const std:
   }
   auto all = all_gather_object(said, group);
   for (auto& each : all) {
-    TORCH_CHECK(each.at(0) == '1', "[lockstep/zero] state was not saved. ", each.substr(1, each.find('\n') - 1));
+    if (each.at(0) != '1') {
+      std::remove(own_part.c_str());
+      TORCH_CHECK(false, "[lockstep/zero] state was not saved. ", each.substr(1, each.find('\n') - 1));
+    }
     each.erase(0, 1);
   }
   return all;
@@ -54,8 +61,8 @@ std::string packed(const std::vector<detail::PlacedPiece>& placed) {
   return {bytes.begin(), bytes.end()};
 }
 
-detail::StateIndex index_of(const ZeroOptimizer& optimizer, int64_t save_id) {
-  detail::StateIndex index{.save_id = save_id, .groups = StateAccess::groups(optimizer)};
+detail::StateIndex index_of(const ZeroOptimizer& optimizer, int64_t save_id, int64_t parts) {
+  detail::StateIndex index{.save_id = save_id, .parts = parts, .groups = StateAccess::groups(optimizer)};
   const auto names = StateAccess::names(optimizer);
   for (const auto& parameter : StateAccess::parameters(optimizer)) {
     index.tensors.push_back({names[index.tensors.size()], parameter.sizes().vec(), parameter.strides().vec()});
@@ -63,13 +70,15 @@ detail::StateIndex index_of(const ZeroOptimizer& optimizer, int64_t save_id) {
   return index;
 }
 
-/// Writes the index on `writer` once all parts are there.
+/// Writes the index on `writer` once all parts are there. `placed` is what the ranks say of their parts; nothing if
+/// they wrote none.
 void write_index_together(const ZeroOptimizer& optimizer, const std::string& path, int writer, int64_t save_id,
-                          const std::vector<std::string>& placed) {
+                          const std::string& own_part, const std::vector<std::string>& placed) {
   const auto& group = optimizer.process_group();
-  say_or_throw_together(group, [&] {
+  say_or_throw_together(group, own_part, [&] {
     if (group->getRank() != writer) return std::string();
-    auto index = index_of(optimizer, save_id);
+    const auto parts = std::count_if(placed.begin(), placed.end(), [](const auto& bytes) { return !bytes.empty(); });
+    auto index = index_of(optimizer, save_id, parts);
     for (const auto& bytes : placed) {
       if (bytes.empty()) continue;
       auto pieces = detail::placed_from(torch::jit::pickle_load({bytes.begin(), bytes.end()}));
@@ -165,21 +174,24 @@ void save_in_chunks(ZeroOptimizer& optimizer, const std::string& path, const Str
       problem = std::current_exception();
     }
   };
-  if (group->getRank() == options.to) attempt([&] { writer.emplace(path, 0, save_id); });
+  const bool is_writer = group->getRank() == options.to;
+  const auto own_part = is_writer ? detail::part_path(path, 0, save_id) : "";
+  if (is_writer) attempt([&] { writer.emplace(path, 0, save_id); });
   detail::stream_pieces(pieces, options.to, options.max_bytes, group, optimizer.join_device(),
                         [&](const auto&... chunk) { attempt([&] { writer->take(chunk...); }); });
-  const auto placed = say_or_throw_together(group, [&] {
+  const auto placed = say_or_throw_together(group, own_part, [&] {
     if (problem) std::rethrow_exception(problem);
     return writer ? packed(writer->finish()) : std::string();
   });
-  write_index_together(optimizer, path, options.to, save_id, placed);
+  write_index_together(optimizer, path, options.to, save_id, own_part, placed);
 }
 
 void save_sharded(ZeroOptimizer& optimizer, const std::string& path) {
   const auto pieces = StateAccess::pieces(optimizer);
   const auto& group = optimizer.process_group();
   const auto save_id = agreed_save_id(group);
-  const auto placed = say_or_throw_together(group, [&] {
+  const auto own_part = detail::part_path(path, group->getRank(), save_id);
+  const auto placed = say_or_throw_together(group, own_part, [&] {
     detail::PartWriter writer(path, group->getRank(), save_id);
     for (const auto& piece : pieces) {
       const auto description = detail::described(piece);
@@ -190,7 +202,7 @@ void save_sharded(ZeroOptimizer& optimizer, const std::string& path) {
     }
     return packed(writer.finish());
   });
-  write_index_together(optimizer, path, 0, save_id, placed);
+  write_index_together(optimizer, path, 0, save_id, own_part, placed);
 }
 
 void load_sharded(ZeroOptimizer& optimizer, const std::string& path) {

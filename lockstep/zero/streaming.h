@@ -3,8 +3,9 @@
 // by name where saver and loader know names (ZeroOptions::parameter_names, or those of DDP), so that their order may
 // differ within a group; else by position, with a warning where the file has names and the loader none.
 //
-// A save is an index, at the path that was given, and parts beside it: `path`.part0, … An index is written last, and
-// parts of another save than the index's are refused.
+// A save is an index, at the path that was given, and parts beside it, with the save's number in their names:
+// `path`.<number>.part0, … The index is written last, in place of the one before, and only then the parts before are
+// removed: a save that fails or is cut off leaves the last one as it was. Parts that a crash has left are nobody's.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,7 @@
 // State of a sharded module by name: whole, in parts that any number of ranks can load, and as torch::save writes it.
 #include <torch/serialize.h>
 
+#include <filesystem>
 #include <fstream>
 
 #include "lockstep/fsdp/sharded_files.h"
@@ -37,6 +38,25 @@ ShardedModuleState copied(const ShardedModuleState& state) {
   auto copy = state;
   for (auto& [name, tensor] : copy) tensor.local = tensor.local.clone();
   return copy;
+}
+
+/// The files of a save: its index and its parts.
+std::vector<std::string> files_of(const std::string& path) {
+  std::vector<std::string> files;
+  const std::filesystem::path index(path);
+  for (const auto& entry : std::filesystem::directory_iterator(index.parent_path())) {
+    const auto name = entry.path().filename().string();
+    const auto own = index.filename().string();
+    if (name == own || name.starts_with(own + ".")) files.push_back(entry.path().string());
+  }
+  return files;
+}
+
+std::string shard_of(const std::string& path, int part) {
+  for (const auto& file : files_of(path)) {
+    if (file.ends_with(".shard" + std::to_string(part))) return file;
+  }
+  return "";
 }
 
 // FSDP-74
@@ -301,14 +321,64 @@ TEST(FsdpState, InFilesGoesFromFourRanksToTwoToThree) {
     auto model = net(6);
     sharded(model, {.mesh = mesh_of(world)});
     save_sharded(*model, path);
-    expect_error([&] { save_sharded(*model, "/nowhere/run"); }, {"state was not saved", "/nowhere/run.shard"});
+    save_sharded(*model, path + "2");
+    expect_error([&] { save_sharded(*model, "/nowhere/run"); }, {"state was not saved", "/nowhere/run.", ".shard"});
   });
-  std::rename((path + ".shard2").c_str(), (path + ".shard1").c_str());
+  std::rename(shard_of(path + "2", 1).c_str(), shard_of(path, 1).c_str());
   expect_error([&] { load_sharded(*bare, path); }, {".shard1 belongs to another save"});
-  std::remove((path + ".shard1").c_str());
+  std::remove(shard_of(path, 1).c_str());
   expect_error([&] { load_sharded(*bare, path); }, {"cannot read", ".shard1"});
-  std::ofstream(path + ".shard0") << "something";
+  std::ofstream(shard_of(path, 0)) << "something";
   expect_error([&] { load_sharded(*bare, path); }, {".shard0 is no part of saved state"});
+  expect_error([&] { load_sharded(*bare, path + "3"); }, {"cannot read", path + "3"});
+}
+
+// FSDP-74: a save that fails, or a crash, must not cost the one before
+TEST(FsdpState, InFilesOutlivesASaveThatFails) {
+  const testing::TempDir dir;
+  on_ranks(3, [&](const World& world) {
+    const auto path = dir.file("run");
+    auto model = net(5);
+    sharded(model, {.mesh = mesh_of(world)});
+    torch::optim::AdamW optimizer(unique_parameters(*model), 0.01);
+    train(model, optimizer, 0, 1);
+    save_sharded(*model, optimizer, path);
+    const auto saved = full_state_dict(*model);
+    train(model, optimizer, 1, 2);
+    const auto as_rank_0 = [&](const std::function<void()>& action) {
+      barrier(world.group());
+      if (world.rank() == 0) action();
+      barrier(world.group());
+    };
+    // In the way of the index.
+    as_rank_0([&] { std::filesystem::create_directory(path + ".new"); });
+    expect_error([&] { save_sharded(*model, optimizer, path); }, {"state was not saved", "cannot write", path});
+    as_rank_0([&] { std::filesystem::remove(path + ".new"); });
+    EXPECT_EQ(files_of(path).size(), 4U) << "what the failed save had written is gone";
+    auto other = net(6);
+    sharded(other, {.mesh = mesh_of(world)});
+    load_sharded(*other, path);
+    for (const auto& [name, value] : full_state_dict(*other)) EXPECT_TRUE(value.equal(saved.at(name))) << name;
+
+    barrier(world.group());
+    save_sharded(*model, optimizer, path);
+    EXPECT_EQ(files_of(path).size(), 4U) << "parts of the save before are gone";
+    load_sharded(*other, path);
+    const auto now = full_state_dict(*model);
+    for (const auto& [name, value] : full_state_dict(*other)) EXPECT_TRUE(value.equal(now.at(name))) << name;
+
+    // As saves were before they had an index.
+    as_rank_0([&] {
+      std::remove(path.c_str());
+      for (int part = 0; part < 3; ++part) {
+        std::rename(shard_of(path, part).c_str(), (path + ".shard" + std::to_string(part)).c_str());
+      }
+    });
+    load_sharded(*model, optimizer, path);
+    barrier(world.group());
+    save_sharded(*model, optimizer, path);
+    EXPECT_EQ(files_of(path).size(), 4U) << "which the next save replaces";
+  });
 }
 
 }  // namespace lockstep::fsdp_state_test

@@ -2,6 +2,7 @@
 #include "lockstep/zero/streaming.h"
 
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 
 #include "lockstep/base/str.h"
@@ -31,6 +32,25 @@ void train(Optimizer& optimizer, const std::vector<at::Tensor>& parameters, int 
     set_gradients(parameters, first + step);
     optimizer.step();
   }
+}
+
+/// The files of a save: its index and its parts.
+std::vector<std::string> files_of(const std::string& path) {
+  std::vector<std::string> files;
+  const std::filesystem::path index(path);
+  for (const auto& entry : std::filesystem::directory_iterator(index.parent_path())) {
+    const auto name = entry.path().filename().string();
+    const auto own = index.filename().string();
+    if (name == own || name.starts_with(own + ".")) files.push_back(entry.path().string());
+  }
+  return files;
+}
+
+std::string part_of(const std::string& path, int part) {
+  for (const auto& file : files_of(path)) {
+    if (file.ends_with(str(".part", part))) return file;
+  }
+  return "";
 }
 
 // ZERO-69
@@ -242,8 +262,8 @@ TEST(ZeroStreaming, FilesThatAreMissingDamagedOrForeignAreRefused) {
           save_sharded(optimizer, path + "2");
           as_rank_0([&] {
             for (int rank = 0; rank < world.world_size(); ++rank) {
-              std::ifstream in(str(path, "2.part", rank), std::ios::binary);
-              std::ofstream(str(path, ".part", rank), std::ios::binary) << in.rdbuf();
+              std::ifstream in(part_of(path + "2", rank), std::ios::binary);
+              std::ofstream(part_of(path, rank), std::ios::binary) << in.rdbuf();
             }
           });
           refuses(path, {".part", "belongs to another save"});
@@ -345,24 +365,97 @@ TEST(ZeroStreaming, FilesOfTheFirstFormatLoad) {
       {1, 2, 3}, {"threads"});
 }
 
-// ZERO-70
+// ZERO-70, ZERO-39: what the optimizer had is still there, however its shard is cut
 TEST(ZeroStreaming, PartsThatEndTooEarlyAreRefused) {
   const TempDir folder;
-  const auto path = folder.file("state");
   testing::run_threads_in_gtest({.world_size = 1}, [&](const World& world) {
-    const auto parameters = parameters_of(kShapes);
-    Zero optimizer(parameters, {}, world.group());
-    train(optimizer, parameters, 1);
-    save_sharded(optimizer, path);
-    std::string bytes;
-    {
-      std::ifstream in(path + ".part0", std::ios::binary);
-      bytes.assign(std::istreambuf_iterator<char>(in), {});
+    for (const auto& [name, zero] : ways(world.group())) {
+      const auto path = folder.file(name);
+      const auto parameters = parameters_of(kShapes);
+      Zero optimizer(parameters, {}, zero);
+      train(optimizer, parameters, 1);
+      save_sharded(optimizer, path);
+      const auto part = part_of(path, 0);
+      std::string bytes;
+      {
+        std::ifstream in(part, std::ios::binary);
+        bytes.assign(std::istreambuf_iterator<char>(in), {});
+      }
+      std::ofstream(part, std::ios::binary) << bytes.substr(0, bytes.size() - 1);
+      train(optimizer, parameters, 1, 1);
+      optimizer.consolidate_state_dict();
+      const auto before = optimizer.state_dict();
+      expect_error([&] { load_sharded(optimizer, path); }, {".part0", "ends before byte"});
+      optimizer.consolidate_state_dict();
+      expect_same_state(optimizer.state_dict(), before);
     }
-    std::ofstream(path + ".part0", std::ios::binary) << bytes.substr(0, bytes.size() - 1);
-    expect_error([&] { load_sharded(optimizer, path); }, {"state.part0", "ends before byte"});
-    EXPECT_EQ(optimizer.local_optimizer().state().size(), kShapes.size()) << "what it had is still there";
   });
+}
+
+// ZERO-70: a save that fails, or a crash, must not cost the one before
+TEST(ZeroStreaming, ASaveThatFailsLeavesTheLastOne) {
+  const TempDir folder;
+  on_ranks(
+      [&](const World& world) {
+        const auto size = static_cast<std::size_t>(world.world_size());
+        const auto as_rank_0 = [&](const std::function<void()>& action) {
+          barrier(world.group());
+          if (world.rank() == 0) action();
+          barrier(world.group());
+        };
+        const auto state_of = [&](Zero& optimizer) {
+          optimizer.consolidate_state_dict();
+          return world.rank() == 0 ? optimizer.state_dict() : OptimizerStateDict();
+        };
+        for (const bool in_chunks : {false, true}) {
+          const auto path = folder.file(str("state", size, in_chunks));
+          const auto save = [&](Zero& optimizer) {
+            in_chunks ? save_in_chunks(optimizer, path) : save_sharded(optimizer, path);
+          };
+          const auto parameters = parameters_of(kShapes);
+          Zero optimizer(parameters, {}, world.group());
+          train(optimizer, parameters, 1);
+          save(optimizer);
+          const auto saved = state_of(optimizer);
+          train(optimizer, parameters, 1, 1);
+          // In the way of the index.
+          as_rank_0([&] { std::filesystem::create_directory(path + ".new"); });
+          expect_error([&] { save(optimizer); }, {"rank 0", "cannot write", path});
+          as_rank_0([&] { std::filesystem::remove(path + ".new"); });
+          const auto parts = in_chunks ? 1 : size;
+          EXPECT_EQ(files_of(path).size(), parts + 1) << "what the failed save had written is gone";
+          Zero other(parameters_of(kShapes), {}, world.group());
+          load_sharded(other, path);
+          expect_same_state(state_of(other), saved);
+
+          barrier(world.group());
+          save(optimizer);
+          EXPECT_EQ(files_of(path).size(), parts + 1) << "parts of the save before are gone";
+          load_sharded(other, path);
+          expect_same_state(state_of(other), state_of(optimizer));
+          barrier(world.group());
+        }
+      },
+      {1, 2, 3}, {"threads"});
+}
+
+// ZERO-70
+TEST(ZeroStreaming, ASaveRemovesThePartsOfAnOlderFormat) {
+  const TempDir folder;
+  const auto path = folder.file("state");
+  const std::string old =
+      std::string(std::getenv("LOCKSTEP_SOURCE_DIR")) + "/tests/threads/zero/files/format_1_elements";
+  for (const std::string part : {"", ".part0", ".part1"}) std::filesystem::copy_file(old + part, path + part);
+  std::ofstream(path + ".part2") << "somebody else's";
+  testing::run_threads_in_gtest({.world_size = 1}, [&](const World& world) {
+    const auto parameters = parameters_of({{3, 2}, {5}, {2, 2, 2}});
+    Zero optimizer(parameters, {}, world.group());
+    load_sharded(optimizer, path);
+    save_sharded(optimizer, path);
+    load_sharded(optimizer, path);
+  });
+  EXPECT_EQ(files_of(path).size(), 3U) << "index, part and what is not of the save";
+  EXPECT_TRUE(std::filesystem::exists(path + ".part2"));
 }
 
 struct TwoAlike : torch::nn::Module {
