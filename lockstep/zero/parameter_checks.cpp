@@ -8,6 +8,7 @@
 #include "lockstep/base/str.h"
 #include "lockstep/comm/call.h"
 #include "lockstep/shard/layout_of.h"
+#include "lockstep/zero/shared_memory.h"
 
 namespace lockstep::detail {
 namespace {
@@ -68,35 +69,27 @@ void check_parameters(const ParameterGroups& groups, const std::string& who) {
 
 void check_memory_is_apart(const ParameterGroups& groups, const std::string& who) {
   struct Extent {
-    const char* begin = nullptr;
-    const char* end = nullptr;
+    ByteRange bytes = {};
     std::size_t group = 0;
     std::size_t position = 0;
   };
-  const auto refuse = [&](const Extent& one, const Extent& other) {
-    TORCH_CHECK(false, who, ": ", place(groups, one.group, one.position), " and ",
-                place(groups, other.group, other.position),
-                " share memory. Divided among ranks they would be updated apart: let the module use one tensor for ",
-                "both, or use ZeroStage::kReplicated.");
-  };
-  std::vector<Extent> dense;
-  std::unordered_map<const void*, Extent> with_gaps;
+  std::vector<Extent> extents;
   for (std::size_t i = 0; i < groups.size(); ++i) {
     for (std::size_t j = 0; j < groups[i].size(); ++j) {
       const auto& parameter = groups[i][j];
-      if (parameter.numel() == 0 || parameter.is_meta()) continue;
-      const auto* begin = static_cast<const char*>(parameter.const_data_ptr());
-      const Extent extent{begin, begin + parameter.nbytes(), i, j};
-      if (parameter.is_non_overlapping_and_dense()) {
-        dense.push_back(extent);
-      } else if (const auto [before, is_new] = with_gaps.emplace(begin, extent); !is_new) {
-        refuse(before->second, extent);  // gaps of one may hold the other, unless they begin together
-      }
+      if (parameter.numel() > 0 && !parameter.is_meta()) extents.push_back({bytes_spanned_by(parameter), i, j});
     }
   }
-  std::stable_sort(dense.begin(), dense.end(), [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
-  for (std::size_t i = 1; i < dense.size(); ++i) {
-    if (dense[i].begin < dense[i - 1].end) refuse(dense[i - 1], dense[i]);
+  std::stable_sort(extents.begin(), extents.end(),
+                   [](const Extent& a, const Extent& b) { return a.bytes.begin < b.bytes.begin; });
+  for (auto one = extents.begin(); one != extents.end(); ++one) {
+    for (auto other = one + 1; other != extents.end() && other->bytes.begin < one->bytes.end; ++other) {
+      // Gaps of one may hold the other.
+      TORCH_CHECK(!share_memory(groups[one->group][one->position], groups[other->group][other->position]), who, ": ",
+                  place(groups, one->group, one->position), " and ", place(groups, other->group, other->position),
+                  " share memory. Divided among ranks they would be updated apart: let the module use one tensor for ",
+                  "both, or use ZeroStage::kReplicated.");
+    }
   }
 }
 
@@ -109,9 +102,10 @@ void take_back_moved(const std::vector<const FlatShard*>& buffers, const Paramet
   if (moved.empty()) return;
   for (const auto& [flat, index] : moved) {
     const auto& parameter = flat->parameters()[index];
-    TORCH_CHECK(flat->fits(index), who, ": ", place_of(groups, parameter), " is ", lockstep::describe(parameter), " on ",
-                parameter.device(), " now. The optimizer has it in a buffer of ", flat->buffer().scalar_type(), " on ",
-                flat->buffer().device(), " with the sizes it had. Make the optimizer anew after such a change; with ",
+    TORCH_CHECK(flat->fits(index), who, ": ", place_of(groups, parameter), " is ", lockstep::describe(parameter),
+                " on ", parameter.device(), " now. The optimizer has it in a buffer of ", flat->buffer().scalar_type(),
+                " on ", flat->buffer().device(),
+                " with the sizes it had. Make the optimizer anew after such a change; with ",
                 "DDP's mixed_precision, let the backward of every forward run before the step.");
   }
   check_memory_is_apart(groups, who);
