@@ -1,6 +1,6 @@
 #include "lockstep/comm/values.h"
 
-#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <c10/util/Exception.h>
@@ -9,6 +9,29 @@
 #include "lockstep/comm/collectives.h"
 
 namespace lockstep {
+namespace {
+
+/// The root's bytes, on ranks that want them; the others have none. They travel on the device.
+std::vector<char> broadcast_bytes(std::vector<char> bytes, bool is_wanted, int root, const GroupPtr& group,
+                                  c10::Device device) {
+  const bool is_root = group->getRank() == root;
+  const auto length = at::scalar_tensor(static_cast<int64_t>(bytes.size()), at::kLong).view({1}).to(device);
+  broadcast(length, root, group);
+  const auto size = length.item<int64_t>();
+  const auto on_device = at::TensorOptions(at::kByte).device(device);
+  if (!is_root && !is_wanted) {
+    broadcast(at::empty({size}, on_device), root, group);
+    return {};
+  }
+  bytes.resize(static_cast<std::size_t>(size));
+  const auto local = at::from_blob(bytes.data(), {size}, at::kByte);
+  const auto payload = is_root || device.is_cpu() ? local.to(device) : at::empty({size}, on_device);
+  broadcast(payload, root, group);
+  if (!is_root && !device.is_cpu()) local.copy_(payload);
+  return bytes;
+}
+
+}  // namespace
 
 c10::IValue broadcast_value(const c10::IValue& value, int root, const GroupPtr& group, c10::Device device) {
   check_member(group);
@@ -16,17 +39,18 @@ c10::IValue broadcast_value(const c10::IValue& value, int root, const GroupPtr& 
               " is not in the group, which has ", group->getSize(), " ranks");
   const bool is_root = group->getRank() == root;
   if (is_root && group->getSize() == 1) return copied_to(value, device, /*non_blocking=*/false);
-  std::vector<char> bytes = is_root ? torch::jit::pickle_save(value) : std::vector<char>();
-  const auto length = at::scalar_tensor(static_cast<int64_t>(bytes.size()), at::kLong).view({1}).to(device);
-  broadcast(length, root, group);
-  bytes.resize(static_cast<std::size_t>(length.item<int64_t>()));
-  const auto local = at::from_blob(bytes.data(), {static_cast<int64_t>(bytes.size())}, at::kByte);
-  const auto payload =
-      is_root || device.is_cpu() ? local.to(device) : at::empty_like(local, local.options().device(device));
-  broadcast(payload, root, group);
-  if (is_root) return copied_to(value, device, /*non_blocking=*/false);
-  if (!device.is_cpu()) local.copy_(payload);
-  return copied_to(torch::jit::pickle_load(bytes), device, /*non_blocking=*/false);
+  const auto bytes = broadcast_bytes(is_root ? torch::jit::pickle_save(value) : std::vector<char>(),
+                                     /*is_wanted=*/!is_root, root, group, device);
+  return copied_to(is_root ? value : torch::jit::pickle_load(bytes), device, /*non_blocking=*/false);
+}
+
+c10::IValue send_value(const c10::IValue& value, int root, int to, const GroupPtr& group, c10::Device device) {
+  check_member(group);
+  const bool is_root = group->getRank() == root;
+  const bool is_target = group->getRank() == to;
+  const auto bytes =
+      broadcast_bytes(is_root ? torch::jit::pickle_save(value) : std::vector<char>(), is_target, root, group, device);
+  return is_target ? torch::jit::pickle_load(bytes) : c10::IValue();
 }
 
 c10::IValue copied_to(const c10::IValue& value, c10::Device device, bool non_blocking) {

@@ -16,6 +16,10 @@ using NamedValues = std::map<std::string, c10::IValue>;
 /// With every tensor copied to the device; see comm/values.h.
 NamedValues copied_to(const NamedValues& values, c10::Device device, bool non_blocking = true);
 
+/// With sparse tensors, such as the momenta of sparse gradients, as dense ones: these can be cut, sent and loaded
+/// anywhere.
+NamedValues with_dense_tensors(NamedValues values);
+
 /// Of its tensors.
 int64_t bytes_of(const NamedValues& values);
 

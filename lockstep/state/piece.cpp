@@ -37,9 +37,9 @@ StateSource source_of(const StateByIndex& state, const std::vector<at::Tensor>& 
   return [&](int64_t index, const ElementRange& elements, bool is_whole) -> std::optional<NamedValues> {
     const auto found = state.find(index);
     if (found == state.end()) return std::nullopt;
-    if (is_whole) return found->second;
+    auto values = with_dense_tensors(found->second);
+    if (is_whole) return values;
     const auto& parameter = parameters[index];
-    auto values = found->second;
     for (auto& [name, value] : values) {
       if (!value.isTensor() || value.toTensor().sizes() != parameter.sizes()) continue;
       value = flattened_like(value.toTensor(), parameter).narrow(0, elements.begin, elements.size());
@@ -104,14 +104,23 @@ void add_piece(StateByIndex& by_index, const StatePiece& piece, const at::Tensor
   }
 }
 
+namespace {
+
+/// A view would be written with all of the storage it is part of.
+c10::IValue to_send(const c10::IValue& value) {
+  if (!value.isTensor() || !value.toTensor().defined()) return value;
+  const auto& tensor = value.toTensor();
+  const bool is_view = tensor.is_cpu() && tensor.storage().nbytes() != tensor.nbytes();
+  return is_view ? tensor.clone() : tensor.cpu();
+}
+
+}  // namespace
+
 c10::IValue to_ivalue(const std::vector<StatePiece>& pieces) {
   c10::impl::GenericList list(c10::AnyType::get());
   for (const auto& piece : pieces) {
     c10::impl::GenericDict values(c10::StringType::get(), c10::AnyType::get());
-    // A view would be written with all of the storage it is part of.
-    for (const auto& [name, value] : piece.values) {
-      values.insert(name, piece.is_whole || !value.isTensor() ? value : c10::IValue(value.toTensor().clone()));
-    }
+    for (const auto& [name, value] : piece.values) values.insert(name, to_send(value));
     list.push_back(c10::ivalue::Tuple::create(
         {piece.index, piece.elements.begin, piece.elements.end, piece.is_whole, values, piece.name}));
   }

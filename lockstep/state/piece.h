@@ -64,6 +64,7 @@ std::vector<int64_t> indices_by_name(const std::vector<std::string>& wanted, con
 /// Adds a piece to whole state, as copies on the CPU. Pieces of one tensor may come one by one.
 void add_piece(StateByIndex& state, const StatePiece& piece, const at::Tensor& parameter);
 
+/// With tensors on the CPU: whoever gets them may not have the device.
 c10::IValue to_ivalue(const std::vector<StatePiece>& pieces);
 /// Also what was written before pieces had names.
 std::vector<StatePiece> pieces_from(const c10::IValue& value);

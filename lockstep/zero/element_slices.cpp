@@ -1,5 +1,6 @@
 #include "lockstep/zero/element_slices.h"
 
+#include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
@@ -36,17 +37,15 @@ bool is_large(const ElementRange& elements) {
   return elements.size() >= kLargeElements;
 }
 
-/// Elements `from` of the gradient, counted as the parameter lies in memory, to `to` of the row.
-void copy_gradient(const at::Tensor& row, const ElementRange& to, const at::Tensor& gradient,
-                   const at::Tensor& parameter, const ElementRange& from) {
-  if (from.is_empty()) return;
-  if (gradient.is_cpu() && lies_like(gradient, parameter, row.scalar_type())) {
-    const auto item = static_cast<int64_t>(row.itemsize());
-    std::memcpy(static_cast<char*>(row.mutable_data_ptr()) + to.begin * item,
-                static_cast<const char*>(gradient.const_data_ptr()) + from.begin * item, from.size() * item);
-    return;
-  }
-  part_of(row, to).copy_(part_of(flattened_like(gradient, parameter), from));
+/// Elements `from` of the gradient, counted as the parameter lies in memory, to `to` of the row. False if that is not a
+/// copy of bytes on the CPU.
+bool copy_bytes(const at::Tensor& row, const ElementRange& to, const at::Tensor& gradient, const at::Tensor& parameter,
+                const ElementRange& from) {
+  if (!gradient.is_cpu() || !lies_like(gradient, parameter, row.scalar_type())) return false;
+  const auto item = static_cast<int64_t>(row.itemsize());
+  std::memcpy(static_cast<char*>(row.mutable_data_ptr()) + to.begin * item,
+              static_cast<const char*>(gradient.const_data_ptr()) + from.begin * item, from.size() * item);
+  return true;
 }
 
 /// The values that belong to a piece as a whole.
@@ -212,9 +211,12 @@ void ElementSlices::check_gradients_are_dense() const {
 void ElementSlices::take_gradients() {
   const at::NoGradGuard no_grad;
   if (!scattered_) check_gradients_are_dense();
+  Copies copies;
   for (auto& block : blocks_) {
-    for (auto& run : block.runs) run.parameter.mutable_grad() = gradient_of(block, run);
+    for (auto& run : block.runs) run.parameter.mutable_grad() = gradient_of(block, run, copies);
   }
+  // One kernel, not one for each small parameter.
+  if (!copies.to.empty()) at::_foreach_copy_(copies.to, copies.from);
 }
 
 void ElementSlices::drop_gradients() {
@@ -224,25 +226,32 @@ void ElementSlices::drop_gradients() {
   if (scattered_) scattered_->drop();
 }
 
-at::Tensor ElementSlices::gradient_of(Block& block, const Run& run) const {
+at::Tensor ElementSlices::gradient_of(const Block& block, Run& run, Copies& copies) const {
   const auto& first = block.pieces[run.first];
   if (!has_gradient(first)) return {};
-  const auto slice = block.flat.own_range();
-  if (scattered_) return part_of(scattered_->slice(block.number), moved(run.elements, -slice.begin));
+  if (scattered_) {
+    return part_of(scattered_->slice(block.number), moved(run.elements, -block.flat.own_range().begin));
+  }
   const auto& parameter = first.of.parameter;
   const auto dtype = block.flat.buffer().scalar_type();
   if (is_large(run.elements) && run.last == run.first + 1 && lies_like(parameter.grad(), parameter, dtype)) {
     return part_of(row_of(parameter.grad()), first.in_parameter);
   }
-  if (!block.gradients.defined()) {
-    block.gradients = at::empty({slice.size()}, block.flat.buffer().options());
-  }
+  if (!run.gradients.defined()) run.gradients = at::empty({run.elements.size()}, block.flat.buffer().options());
   for (std::size_t i = run.first; i < run.last; ++i) {
     const auto& piece = block.pieces[i];
-    copy_gradient(block.gradients, moved(piece.elements, -slice.begin), piece.of.parameter.grad(), piece.of.parameter,
-                  piece.in_parameter);
+    const auto& gradient = piece.of.parameter.grad();
+    const auto to = moved(piece.elements, -run.elements.begin);
+    if (to.is_empty() || copy_bytes(run.gradients, to, gradient, piece.of.parameter, piece.in_parameter)) continue;
+    const auto from = part_of(flattened_like(gradient, piece.of.parameter), piece.in_parameter);
+    if (gradient.is_cpu()) {
+      part_of(run.gradients, to).copy_(from);
+      continue;
+    }
+    copies.to.push_back(part_of(run.gradients, to));
+    copies.from.push_back(from);
   }
-  return part_of(block.gradients, moved(run.elements, -slice.begin));
+  return part_of(run.gradients, {0, run.elements.size()});
 }
 
 std::vector<at::Tensor> ElementSlices::own_gradients() const {
@@ -268,10 +277,13 @@ std::vector<const FlatShard*> ElementSlices::flat_buffers() const {
 void ElementSlices::sync() {
   if (group_->getSize() == 1) return;
   const at::NoGradGuard no_grad;
+  // In the second stage every bucket is a block: all are on their way before the first is waited for.
+  std::vector<Pending> pending;
   for (const auto& block : blocks_) {
     if (block.flat.bytes() == 0) continue;
-    all_gather_into_tensor(block.flat.buffer(), block.flat.own_slice(), group_);
+    pending.push_back(launch_all_gather_into_tensor(block.flat.buffer(), block.flat.own_slice(), group_));
   }
+  for (auto& each : pending) each.wait();
 }
 
 std::vector<StatePiece> ElementSlices::pieces(const torch::optim::Optimizer& local) const {
@@ -338,7 +350,9 @@ ShardingBytes ElementSlices::bytes() const {
   ShardingBytes bytes;
   for (const auto& block : blocks_) {
     bytes.buckets += block.flat.bytes();
-    if (block.gradients.defined()) bytes.temporaries += static_cast<int64_t>(block.gradients.nbytes());
+    for (const auto& run : block.runs) {
+      if (run.gradients.defined()) bytes.temporaries += static_cast<int64_t>(run.gradients.nbytes());
+    }
   }
   if (scattered_) bytes.gradients = scattered_->bytes();
   return bytes;

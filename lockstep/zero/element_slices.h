@@ -70,24 +70,30 @@ class ElementSlices final : public Division {
     std::size_t last = 0;
     ElementRange elements = {};
     at::Tensor parameter = {};
+    at::Tensor gradients = {};  // where those of its pieces do not lie like it
   };
   struct Block {
     std::size_t number = 0;
     std::size_t last_group = 0;
     FlatShard flat = {};
-    at::Tensor gradients = {};  // of this rank's slice, where they do not lie like it
     std::unordered_set<const void*> members = {};
     std::vector<Piece> pieces = {};  // this rank's
     std::vector<Run> runs = {};
   };
   using PieceValues = std::vector<std::optional<NamedValues>>;
+  /// Of gradients, from `from[i]` to `to[i]`.
+  struct Copies {
+    std::vector<at::Tensor> to = {};
+    std::vector<at::Tensor> from = {};
+  };
 
   Block made_block(const std::vector<Member>& members) const;
   bool has_gradient(const Piece& piece) const;
   /// Of all parameters, whatever this rank has of them: either all ranks throw, or none.
   void check_gradients_are_dense() const;
-  /// As the run's parameter lies; a view if there is nothing to put together.
-  at::Tensor gradient_of(Block& block, const Run& run) const;
+  /// As the run's parameter lies; a view if there is nothing to put together. Off the CPU its values are there once
+  /// `copies` are made.
+  at::Tensor gradient_of(const Block& block, Run& run, Copies& copies) const;
   Run made_run(const Block& block, std::size_t first, std::size_t last) const;
   /// Runs as long as presence of gradients and the values that are not by element allow.
   std::vector<Run> cut(const Block& block, const PieceValues& values) const;

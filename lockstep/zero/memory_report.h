@@ -15,7 +15,8 @@ struct ZeroMemoryReport {
   int64_t gradients = 0;
   /// Flat tensors that parameters are views of: no memory beside theirs, once the old one is freed.
   int64_t buckets = 0;
-  /// Kept from step to step for moving parameters and gradients.
+  /// Kept from step to step for moving parameters and gradients; with ZeroStage::kGradients also the buckets that go
+  /// round.
   int64_t temporaries = 0;
 };
 

@@ -1,4 +1,5 @@
 // ZeRO's second stage: the optimizer takes over what DDP's backwards do with gradients.
+#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 
@@ -22,9 +23,12 @@ std::unique_ptr<detail::Division> ZeroOptimizer::shard_gradients() {
   TORCH_CHECK(ddp->options().delay_all_reduce_named_params.empty(), who(),
               ": ZeroStage::kGradients cannot be together with delay_all_reduce_named_params");
   auto& reducer = ddp->reducer_for("ZeroStage::kGradients");
-  // Bad options of the local optimizer must throw while DDP is as it was.
+  // Bad options of the local optimizer must throw while DDP is as it was. Of one element each: some make state at once.
   LocalOptimizerType::Groups groups;
-  for (const auto& group : param_groups_) groups.emplace_back(group.params(), group.options().clone());
+  for (const auto& group : param_groups_) {
+    const auto element = at::zeros({1}, all_parameters().front().options().requires_grad(false)).requires_grad_();
+    groups.emplace_back(std::vector<at::Tensor>{element}, group.options().clone());
+  }
   type_.make(groups);
 
   std::unordered_map<const void*, int64_t> index_of;

@@ -1,4 +1,5 @@
 // Division by elements: equal slices, whatever the sizes of parameters are.
+#include "lockstep/testing/memory_probe.h"
 #include "lockstep/testing/recorder.h"
 #include "tests/support/zero_fixtures.h"
 
@@ -51,6 +52,35 @@ TEST(ZeroElements, AreDividedEvenlyEvenIfOneParameterIsHuge) {
     EXPECT_LE(report.temporaries, 4 * (mean + kAlignment - 1));
     EXPECT_GE(report.buckets, kTotal * 4);
   });
+}
+
+// ZERO-74: a small gradient does not cost the memory of a large one, which is used where it lies
+TEST(ZeroElements, KeepCopiesOfSmallGradientsOnly) {
+  on_ranks(
+      [](const World& world) {
+        const auto parameters = parameters_of({{500, 900}, {5}});
+        Zero optimizer(parameters, {}, elements(world));
+        set_gradients(parameters, 1);
+        optimizer.step();
+        EXPECT_LE(optimizer.memory_report().temporaries, 4 * (5 + 16));
+      },
+      {1, 2, 3, 4}, {"threads"});
+}
+
+// ZERO-74: construction has the parameters once more, for as long as the old memory is not freed
+TEST(ZeroElements, TakeTheMemoryOfOneBufferToBeMade) {
+  on_ranks(
+      [](const World& world) {
+        auto parameters = parameters_of({{300, 300}, {200, 100}, {7}, {50000}});
+        int64_t all = 0;
+        for (const auto& parameter : parameters) all += static_cast<int64_t>(parameter.nbytes());
+        const testing::MemoryProbe probe;
+        const Zero optimizer(std::move(parameters), {}, elements(world));
+        constexpr int64_t kAlignment = 4 * 64;
+        EXPECT_LE(probe.total().peak_bytes, all + world.world_size() * kAlignment);
+        EXPECT_GE(probe.total().peak_bytes, all);
+      },
+      {1, 2, 3}, {"threads"});
 }
 
 // ZERO-66

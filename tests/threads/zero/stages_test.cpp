@@ -3,6 +3,7 @@
 #include "lockstep/optim/grad_scaler.h"
 #include "lockstep/testing/interpose.h"
 #include "lockstep/testing/memory_probe.h"
+#include "lockstep/testing/recorder.h"
 #include "lockstep/zero/streaming.h"
 #include "tests/support/zero_fixtures.h"
 
@@ -393,15 +394,77 @@ TEST(ZeroStages, KeepASliceOfTheGradientsAndTwoBuckets) {
           for (const auto& each : parameters) EXPECT_FALSE(each.grad().has_storage()) << "it stands in for a slice";
           zero.step();
         }
-        const auto all = zero.memory_report().parameters;
+        const auto report = zero.memory_report();
+        const auto all = report.parameters;
         EXPECT_EQ(all, 12 * kLayer);
         EXPECT_LE(most, kLayer) << "of whole gradients while backward runs";
         const auto alignment = 12 * 64;
-        EXPECT_LE(zero.memory_report().gradients, all / world.world_size() + alignment);
+        EXPECT_LE(report.gradients, all / world.world_size() + alignment);
+        EXPECT_GE(report.gradients, all / world.world_size());
+        EXPECT_EQ(report.temporaries, ddp.engine().reducer()->pool_bytes());
         EXPECT_LE(ddp.engine().reducer()->pool_bytes(), 2 * (kLayer + world.world_size() * 64));
         EXPECT_GT(ddp.engine().reducer()->pool_bytes(), 0);
       },
       {2, 4}, {"threads", "shm"});
+}
+
+// ZERO-67: every bucket's all-gather is on its way before the first is waited for
+TEST(ZeroStages, SendAllParametersAtOnce) {
+  on_ranks(
+      [](const World& world) {
+        DistributedDataParallel ddp(mlp(std::vector<int64_t>(7, 64)),
+                                    {.process_group = world.group(), .bucket_cap_mb = 0.001});
+        Zero zero(ddp.parameters(), adamw(), at_stage(ZeroStage::kGradients, ddp));
+        for (int step = 0; step < 2; ++step) {
+          ddp(random_batch(kRows, 64, step)).pow(2).mean().backward();
+          const testing::Recorder recorder;
+          zero.step();
+          if (step == 0) continue;  // in which ranks compare too
+          std::vector<std::string> states;
+          for (const auto& event : recorder.events()) {
+            if (event.kind == "all_gather_into_tensor") states.push_back(event.state);
+          }
+          const auto first_done = std::find(states.begin(), states.end(), "done");
+          EXPECT_EQ(first_done - states.begin(), 6);
+          EXPECT_EQ(std::count(states.begin(), states.end(), "launch"), 6);
+        }
+      },
+      {2, 3}, {"threads", "shm", "gloo"});
+}
+
+/// Adagrad, which makes its state at once, and notes for how many elements on this rank.
+struct Measured : torch::optim::Adagrad {
+  using Options = torch::optim::AdagradOptions;
+  static constexpr bool kIsElementwise = true;
+  static inline thread_local int64_t most = 0;
+  explicit Measured(const std::vector<torch::optim::OptimizerParamGroup>& groups, Options options)
+      : Adagrad(groups, options) {
+    int64_t elements = 0;
+    for (const auto& group : param_groups()) {
+      for (const auto& parameter : group.params()) elements += parameter.numel();
+    }
+    most = std::max(most, elements);
+  }
+};
+
+// ZERO-67, ZERO-74: construction must not make all state only to try whether it can be made
+TEST(ZeroStages, MakeStateOfTheShardOnly) {
+  on_ranks(
+      [](const World& world) {
+        const std::vector<int64_t> sizes(9, 128);
+        DistributedDataParallel ddp(mlp(sizes), {.process_group = world.group(), .bucket_cap_mb = 0.001});
+        int64_t all = 0;
+        for (const auto& parameter : ddp.parameters()) all += parameter.numel();
+        Measured::most = 0;
+        const testing::MemoryProbe probe;
+        ZeroRedundancyOptimizer<Measured> zero(ddp.parameters(), Measured::Options(0.1),
+                                               at_stage(ZeroStage::kGradients, ddp));
+        constexpr int64_t kAlignment = 8 * 16;  // a slice of each of eight buckets
+        EXPECT_LE(Measured::most, all / world.world_size() + kAlignment);
+        // The buffers that parameters move to, and this rank's part of gradients and state.
+        EXPECT_LE(probe.total().peak_bytes, 4 * (all + 2 * all / world.world_size() + all / 8));
+      },
+      {4}, {"threads"});
 }
 
 /// Most bytes that the first backward takes, and what was taken for gradients before it.
