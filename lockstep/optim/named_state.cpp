@@ -145,7 +145,9 @@ SlotState from_named(const StateShape& shape, const NamedValues& state, const at
     if (shape.slots[slot] == nullptr) continue;
     const auto found = state.find(shape.slots[slot]);
     if (found == state.end() || lockstep::detail::is_unused(found->second)) continue;
-    loaded.slots[slot] = at::empty_like(parameter, {}, at::MemoryFormat::Preserve).copy_(found->second.toTensor());
+    const auto& given = found->second.toTensor();
+    loaded.slots[slot] =
+        at::empty_like(parameter, {}, at::MemoryFormat::Preserve).copy_(given.is_sparse() ? given.to_dense() : given);
   }
   if (const auto step = state.find(kStep); step != state.end()) loaded.step = count_of(step->second, who);
   return loaded;

@@ -50,7 +50,11 @@ void update_sparse(const ParameterUpdate& update, const SGDOptions& options) {
     } else {
       buffer = gradient.clone();
     }
-    gradient = options.nesterov ? gradient.add(buffer, options.momentum) : buffer;
+    // Momentum that was loaded is dense, to which alone a sparse tensor can be added.
+    const auto ahead = [&] {
+      return buffer.is_sparse() ? gradient.add(buffer, options.momentum) : buffer.mul(options.momentum).add_(gradient);
+    };
+    gradient = options.nesterov ? ahead() : buffer;
   }
   update.parameter.add_(gradient, -options.lr);
 }

@@ -38,7 +38,7 @@ void ZeroOptimizer::consolidate_state_dict(int to) {
   TORCH_CHECK(to >= 0 && to < group_->getSize(), who(), ": state cannot be consolidated to rank ", to,
               " of a group of ", group_->getSize());
   prepare_for_state("consolidation");
-  consolidated_.reset();
+  set_consolidated(std::nullopt);
   const auto pieces = own_pieces();
   const auto parameters = all_parameters();
   const bool is_target = group_->getRank() == to;
@@ -54,11 +54,16 @@ void ZeroOptimizer::consolidate_state_dict(int to) {
         continue;
       }
       const auto sent = group_->getRank() == rank ? detail::to_ivalue(pieces) : c10::IValue();
-      const auto received = broadcast_value(sent, rank, group_, default_device_);
+      const auto received = send_value(sent, rank, to, group_, default_device_);
       if (is_target) add(detail::pieces_from(received));
     }
   });
-  if (is_target) consolidated_ = std::move(dict);
+  if (is_target) set_consolidated(std::move(dict));
+}
+
+void ZeroOptimizer::set_consolidated(std::optional<OptimizerStateDict> dict) {
+  consolidated_ = std::move(dict);
+  steps_since_consolidation_ = 0;
 }
 
 void ZeroOptimizer::prepare_for_state(const char* what) {
@@ -150,7 +155,9 @@ void ZeroOptimizer::check_kind(const OptimizerStateDict& dict) const {
     // Tried on a parameter of one element, so that ranks whose shard is empty notice it too.
     OptimizerStateDict tried{.state = {{0, values}}, .param_groups = {{.options = {}, .params = {0}}}};
     for (auto& [name, value] : tried.state.at(0)) {
-      if (value.isTensor() && value.toTensor().dim() > 0) value = at::zeros({1}, value.toTensor().options());
+      if (value.isTensor() && value.toTensor().dim() > 0) {
+        value = at::zeros({1}, value.toTensor().options().layout(at::kStrided));
+      }
     }
     const auto parameter = at::zeros({1}, all_parameters().front().options().requires_grad(false)).requires_grad_();
     const auto optimizer = type_.make({{std::vector<at::Tensor>{parameter}, param_groups_[0].options().clone()}});
@@ -165,7 +172,12 @@ void ZeroOptimizer::check_kind(const OptimizerStateDict& dict) const {
 }
 
 void ZeroOptimizer::save(torch::serialize::OutputArchive& archive) const {
-  write_archive(archive, state_dict());
+  const auto& dict = state_dict();
+  if (steps_since_consolidation_ > 0) {
+    TORCH_WARN(who(), ": the state is that of ", steps_since_consolidation_,
+               " steps ago: consolidate_state_dict() first, on all ranks.");
+  }
+  write_archive(archive, dict);
 }
 
 void ZeroOptimizer::load(torch::serialize::InputArchive& archive) {

@@ -22,6 +22,8 @@ struct LocalOptimizerType {
   bool is_elementwise = false;
   /// Its result depends on all parameters at once, so that shards cannot be stepped.
   bool needs_all_parameters = false;
+  /// Without a load() of its own or of the libtorch optimizer it derives from, it can have no state that lasts.
+  bool has_load = true;
   std::shared_ptr<const Options> defaults = nullptr;
   std::function<std::unique_ptr<Optimizer>(const Groups& groups)> make = nullptr;
   /// The type's own add_param_group(), which is not virtual.

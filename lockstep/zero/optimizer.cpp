@@ -279,6 +279,7 @@ at::Tensor ZeroOptimizer::step_with(const LocalStep& local_step, LossClosure clo
   at::Tensor loss;
   announce_if_throws([&] { loss = sharding_->step(local_step, std::move(closure)); });
   ++steps_taken_;
+  ++steps_since_consolidation_;
   note_join_step();
   const LabelScope label({"ZeRO's step"});
   sharding_->sync();
@@ -339,6 +340,9 @@ ZeroMemoryReport ZeroOptimizer::memory_report() const {
   report.buckets = kept.buckets;
   report.gradients = kept.gradients;
   report.temporaries = kept.temporaries;
+  if (const auto ddp = options_.ddp.engine(); ddp && has_sharded_gradients()) {
+    report.temporaries += ddp->reducer()->pool_bytes();
+  }
   return report;
 }
 

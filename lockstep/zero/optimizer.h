@@ -58,7 +58,8 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Sh
   void load_state_dict(const OptimizerStateDict& dict);
 
   /// libtorch's format, for torch::save() and torch::load(): state_dict() and load_state_dict(). Files are
-  /// interchangeable with those of the local optimizer's type.
+  /// interchangeable with those of the local optimizer's type. Saving warns if there were steps since the
+  /// consolidation.
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
@@ -133,6 +134,7 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Sh
   void check_overlap(const std::vector<torch::optim::OptimizerParamGroup>& groups) const;
   void append_group(const torch::optim::OptimizerParamGroup& group);
   void check_stage() const;
+  void check_state_can_be_loaded() const;
   void check_names(const std::vector<std::vector<at::Tensor>>& groups) const;
   bool has_sharded_gradients() const { return options_.stage == ZeroStage::kGradients; }
   /// The option by which groups stay as they are, and parameters as trainable as they are; null if they may change.
@@ -155,6 +157,7 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Sh
   void prepare_step();
   /// Brings options and groups up to date; throws if `what`, which reads or replaces state, is not possible yet.
   void prepare_for_state(const char* what);
+  void set_consolidated(std::optional<OptimizerStateDict> dict);
   /// By index over all groups; empty where a name is not known.
   std::vector<std::string> parameter_names() const;
   /// What this rank has of the state, with names; of replicas only the first rank's.
@@ -196,6 +199,7 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Sh
   std::vector<std::vector<const void*>> known_;  // parameters by group, as of the last step
   std::vector<bool> is_trainable_;               // by index
   std::optional<OptimizerStateDict> consolidated_;
+  int64_t steps_since_consolidation_ = 0;
 
   // See recover().
   int64_t steps_taken_ = 0;

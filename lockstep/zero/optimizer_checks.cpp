@@ -1,4 +1,6 @@
 // The part of ZeroOptimizer that refuses arguments, before anything is made of them.
+#include <ATen/ops/zeros.h>
+
 #include <set>
 
 #include "lockstep/optim/functional_registry.h"
@@ -12,6 +14,7 @@ void ZeroOptimizer::check_arguments(const std::vector<torch::optim::OptimizerPar
   TORCH_CHECK(!is_sharded || !type_.needs_all_parameters, who(), ": ", type_.name,
               " cannot be sharded: what it does to one parameter depends on all of them");
   check_stage();
+  check_state_can_be_loaded();
   if (options_.overlap_with_ddp) check_overlap(groups);
   const bool is_by_elements = is_sharded && options_.partition == ZeroPartition::kElements;
   TORCH_CHECK(!is_by_elements || type_.is_elementwise, who(), ": ", type_.name,
@@ -23,6 +26,22 @@ void ZeroOptimizer::check_arguments(const std::vector<torch::optim::OptimizerPar
   for (const auto& group : groups) parameters.push_back(group.params());
   check_parameters(parameters);
   check_names(parameters);
+}
+
+void ZeroOptimizer::check_state_can_be_loaded() const {
+  if (type_.has_load) return;
+  const auto parameter = at::zeros({1}).requires_grad_();
+  parameter.mutable_grad() = at::zeros({1});
+  std::unique_ptr<Optimizer> tried;
+  try {
+    tried = type_.make({{std::vector<at::Tensor>{parameter}, type_.defaults->clone()}});
+    tried->step();
+  } catch (const std::exception&) {
+    return;  // it wants other parameters than this one
+  }
+  TORCH_CHECK(
+      tried->state().empty(), who(), ": ", type_.name, " keeps state and has no load(), so its state could ",
+      "neither be saved nor follow its parameters. It must override save() and load(), as those of libtorch do.");
 }
 
 void ZeroOptimizer::check_parameters(const std::vector<std::vector<at::Tensor>>& groups) const {

@@ -128,6 +128,7 @@ void ZeroOverlap::check_bucket(const GradBucket& bucket) const {
 
 void ZeroOverlap::begin_backward() {
   zero_->prepare_step();
+  ++zero_->steps_since_consolidation_;
   // As schedulers have left them.
   local_->set_options(zero_->param_groups()[0].options());
   ddp()->join_progress().add_step(zero_->step_options());

@@ -67,13 +67,23 @@ void ShardedStep::on_trainability_change() {
 
 void ShardedStep::rebuild_local(const StateSource& source) {
   auto loaded = division_->load(source);
-  auto local = type_.make(local_groups());
   // Some optimizers have state from the start.
-  auto dict = state_dict_of(*local);
+  auto dict = state_dict_of(*type_.make(local_groups()));
   for (auto& [position, values] : loaded.state) dict.state[position] = std::move(values);
-  load_state_dict(*local, dict);
-  copy_options(whole_, *local);
-  local_ = std::move(local);
+  // In place: an optimizer of a program's own may have members that no dictionary knows.
+  auto parameters = division_->local_parameters();
+  exchange_parameters(parameters);
+  try {
+    load_state_dict(*local_, dict);
+  } catch (...) {
+    exchange_parameters(parameters);
+    throw;
+  }
+  copy_options(whole_, *local_);
+}
+
+void ShardedStep::exchange_parameters(std::vector<std::vector<at::Tensor>>& parameters) {
+  for (std::size_t i = 0; i < parameters.size(); ++i) parameters[i].swap(local_->param_groups()[i].params());
 }
 
 void ShardedStep::load(const StateSource& source) {

@@ -35,8 +35,10 @@ class ShardedStep final : public Sharding {
   LocalOptimizerType::Groups local_groups() const;
   void copy_options(torch::optim::Optimizer& from, torch::optim::Optimizer& to) const;
   void assign_options(const torch::optim::OptimizerOptions& from, torch::optim::OptimizerParamGroup& to) const;
-  /// Lets the division cut the shard anew, and makes a local optimizer for it with this state.
+  /// Lets the division cut the shard anew, and gives it to the local optimizer with this state. If the optimizer throws
+  /// it has what it had.
   void rebuild_local(const StateSource& source);
+  void exchange_parameters(std::vector<std::vector<at::Tensor>>& parameters);
   void take_gradients();
 
   torch::optim::Optimizer& whole_;

@@ -14,7 +14,7 @@ class StateAccess {
   static OptimizerStateDict groups(const ZeroOptimizer& optimizer) { return optimizer.exposed_groups(); }
   static std::string who(const ZeroOptimizer& optimizer) { return optimizer.who(); }
   static void set_consolidated(ZeroOptimizer& optimizer, std::optional<OptimizerStateDict> dict) {
-    optimizer.consolidated_ = std::move(dict);
+    optimizer.set_consolidated(std::move(dict));
   }
   /// Throws if the optimizer could not load such state, without tensors larger than an element.
   static void check_kind(const ZeroOptimizer& optimizer, const OptimizerStateDict& dict) { optimizer.check_kind(dict); }

@@ -101,7 +101,7 @@ std::vector<StatePiece> WholeParameters::pieces(const torch::optim::Optimizer& l
         pieces.push_back({.index = own.index,
                           .elements = {0, own.parameter.numel()},
                           .is_whole = true,
-                          .values = std::move(found->second)});
+                          .values = with_dense_tensors(std::move(found->second))});
       }
     }
   }

@@ -57,12 +57,22 @@ constexpr bool is_elementwise_optimizer() {
                   optim::RMSprop, optim::Rprop, optim::SGD>;
 }
 
+/// Whether the class or one it derives from overrides libtorch's load(), which does nothing.
+template <class Optim>
+constexpr bool has_load() {
+  if constexpr (requires { &Optim::load; }) {
+    return !std::is_same_v<decltype(&Optim::load), void (torch::optim::Optimizer::*)(torch::serialize::InputArchive&)>;
+  }
+  return true;  // several of that name
+}
+
 }  // namespace detail
 
 /// `Optim` is any optimizer that can be built from parameter groups and options: those of torch::optim,
 /// lockstep::optim, and your own. One of your own derives from one of libtorch's or names its options type `Options`;
 /// it must accept empty groups and step without a closure, and override save() and load() if it keeps state of a type
-/// of its own.
+/// of its own: that is tried on a parameter of one element. What it steps it takes from param_groups(), which change;
+/// its own members stay as they are, and are in no checkpoint.
 template <class Optim>
 class ZeroRedundancyOptimizer final : public ZeroOptimizer {
   static_assert(std::derived_from<Optim, torch::optim::Optimizer>, "the local optimizer must be a torch::optim one");
@@ -94,7 +104,8 @@ class ZeroRedundancyOptimizer final : public ZeroOptimizer {
         nullptr);
   }
 
-  /// The optimizer of this rank's shard: Python's `optim`. With ZeroPartition::kElements it is replaced now and then.
+  /// The optimizer of this rank's shard: Python's `optim`. With ZeroPartition::kElements its parameters are replaced
+  /// now and then, and their state with them.
   Optim& local_optimizer() { return static_cast<Optim&>(local()); }
 
  private:
@@ -103,6 +114,7 @@ class ZeroRedundancyOptimizer final : public ZeroOptimizer {
     return {.name = c10::demangle_type<Optim>(),
             .is_elementwise = detail::is_elementwise_optimizer<Optim>(),
             .needs_all_parameters = std::derived_from<Optim, torch::optim::LBFGS>,
+            .has_load = detail::has_load<Optim>(),
             .defaults = made(options),
             .make = [options](const ParamGroups& groups) { return std::make_unique<Optim>(groups, options); },
             .add_group = [](torch::optim::Optimizer& optimizer,

@@ -408,6 +408,76 @@ TEST(ZeroConstruction, TellsDevicesApartForBucketViewsOnly) {
       {2});
 }
 
+/// SGD that counts its steps where nobody else knows of it.
+struct Counting : torch::optim::SGD {
+  static constexpr bool kIsElementwise = true;
+  using Options = torch::optim::SGDOptions;
+  using SGD::SGD;
+  at::Tensor step(LossClosure closure) override {
+    ++steps;
+    return SGD::step(closure);
+  }
+  int steps = 0;
+};
+
+// ZERO-7: members of an optimizer of one's own outlive a cut at which state parts, and a load
+TEST(ZeroConstruction, KeepsMembersOfOptimizersOfYourOwn) {
+  on_ranks(
+      [](const World& world) {
+        const auto parameters = parameters_of({{5}, {7}, {3}});
+        const auto expected = copies_of(parameters);
+        const auto options = torch::optim::SGDOptions(0.1).momentum(0.9);
+        ZeroRedundancyOptimizer<Counting> optimizer(
+            parameters, options, {.process_group = world.group(), .partition = ZeroPartition::kElements});
+        torch::optim::SGD plain(expected, options);
+        auto& local = optimizer.local_optimizer();
+        for (int step = 0; step < 3; ++step) {
+          set_gradients(parameters, step);
+          set_gradients(expected, step);
+          if (step == 1) {
+            parameters[1].mutable_grad().reset();
+            expected[1].mutable_grad().reset();
+          }
+          optimizer.step();
+          plain.step();
+          expect_same(parameters, expected, str("step ", step));
+        }
+        EXPECT_EQ(&optimizer.local_optimizer(), &local);
+        EXPECT_EQ(local.steps, 3);
+        optimizer.load_state_dict(state_dict_of(plain));
+        EXPECT_EQ(optimizer.local_optimizer().steps, 3);
+        expect_same_steps(optimizer, plain, parameters, expected, 2, "after the load");
+      },
+      {1, 2, 3}, {"threads"});
+}
+
+struct OwnState : torch::optim::OptimizerCloneableParamState<OwnState> {
+  int64_t seen = 0;
+  void serialize(torch::serialize::OutputArchive& archive) const override { archive.write("seen", c10::IValue(seen)); }
+};
+
+/// Keeps state that nothing loads.
+struct Forgetful : Scaled {
+  using Optimizer::step;
+  using Scaled::Scaled;
+  at::Tensor step(LossClosure closure) override {
+    for (auto& group : param_groups()) {
+      for (auto& parameter : group.params()) state()[parameter.unsafeGetTensorImpl()] = std::make_unique<OwnState>();
+    }
+    return Scaled::step(closure);
+  }
+};
+
+// ZERO-7
+TEST(ZeroConstruction, RefusesOptimizersWhoseStateCannotBeLoaded) {
+  on_ranks(
+      [](const World& world) {
+        expect_error([&] { ZeroRedundancyOptimizer<Forgetful>(sized({3}), ScaledOptions(0.5), world.group()); },
+                     {"Forgetful keeps state", "must override save() and load()"});
+      },
+      {1, 2}, {"threads"});
+}
+
 /// SGD that cannot be made for long parameters while this rank says so.
 struct Failing : torch::optim::SGD {
   using Options = torch::optim::SGDOptions;

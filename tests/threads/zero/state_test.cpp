@@ -4,9 +4,13 @@
 #include <sstream>
 
 #include "lockstep/base/str.h"
+#include "lockstep/comm/objects.h"
 #include "lockstep/comm/values.h"
 #include "lockstep/state/python_format.h"
+#include "lockstep/testing/memory_probe.h"
 #include "lockstep/testing/recorder.h"
+#include "lockstep/testing/temp_dir.h"
+#include "lockstep/zero/streaming.h"
 #include "tests/support/zero_fixtures.h"
 
 namespace lockstep::state_test {
@@ -74,6 +78,119 @@ TEST(ZeroState, IsOnTheTargetOnlyAndAsOfItsConsolidation) {
       EXPECT_TRUE(at::equal(average, state.state.at(0).at("exp_avg").toTensor()));
     }
   });
+}
+
+/// Two rows of the first parameter have gradients, as those of an embedding. Returns them dense.
+at::Tensor set_sparse_gradient(const at::Tensor& parameter, int step) {
+  const auto rows = at::tensor({step % 3, 3 + step % 4}, at::kLong).view({1, 2});
+  const auto values = at::arange(10.0, at::kFloat).view({2, 5}).add_(step);
+  const auto gradient = at::sparse_coo_tensor(rows, values, parameter.sizes());
+  parameter.mutable_grad() = gradient;
+  return gradient.to_dense();
+}
+
+// ZERO-35, ZERO-38, ZERO-70: of momenta that began as sparse gradients
+TEST(ZeroState, OfSparseGradientsIsSavedAndLoaded) {
+  on_ranks(
+      [](const World& world) {
+        const testing::TempDir folder;
+        const auto path = broadcast_object(folder.file("state"), 0, world.group());
+        using Sgd = optim::SGD;
+        for (const bool nesterov : {false, true}) {
+          const Sgd::Options options{.lr = 0.1, .momentum = 0.9, .nesterov = nesterov};
+          const auto made = [&] { return parameters_of({{7, 5}, {2}}); };
+          const auto expected = made();
+          Sgd plain(expected, options);
+          const auto train = [&](torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>& parameters,
+                                 int from) {
+            for (int step = from; step < from + 2; ++step) {
+              set_sparse_gradient(parameters[0], step);
+              parameters[1].mutable_grad() = at::ones({2});
+              optimizer.step();
+            }
+          };
+          const auto train_plain = [&](int from) {
+            for (int step = from; step < from + 2; ++step) {
+              expected[0].mutable_grad() = set_sparse_gradient(expected[0], step);
+              expected[1].mutable_grad() = at::ones({2});
+              plain.step();
+            }
+          };
+          const auto parameters = made();
+          ZeroRedundancyOptimizer<Sgd> optimizer(parameters, options, world.group());
+          train(optimizer, parameters, 0);
+          train_plain(0);
+          EXPECT_GE(optimizer.memory_report().state, 0);
+          const auto dict = shared_state(optimizer, world);
+          expect_same_state(dict, state_dict_of(plain), {1e-6});
+          const auto file = path + ".pt";
+          if (world.rank() == 0) torch::save(optimizer, file);
+          save_sharded(optimizer, path);
+          const auto values = copies_of(parameters);
+          train_plain(2);
+          const auto goes_on = [&](const std::string& how, const std::function<void(ZeroOptimizer&)>& load) {
+            const auto loaded = copies_of(values);
+            ZeroRedundancyOptimizer<Sgd> other(loaded, options, world.group());
+            load(other);
+            train(other, loaded, 2);
+            expect_same(loaded, expected, how, {1e-5});
+          };
+          goes_on("dictionary", [&](ZeroOptimizer& other) { other.load_state_dict(dict); });
+          goes_on("archive", [&](ZeroOptimizer& other) { torch::load(other, file); });
+          goes_on("files", [&](ZeroOptimizer& other) { load_sharded(other, path); });
+          goes_on("chunks", [&](ZeroOptimizer& other) {
+            consolidate_in_chunks(optimizer, {.max_bytes = 16});
+            barrier(world.group());
+            save_in_chunks(optimizer, path, {.max_bytes = 16});
+            load_sharded(other, path);
+          });
+          barrier(world.group());
+        }
+      },
+      {1, 2, 3}, {"threads"});
+}
+
+// ZERO-74: who only passes state on to the target holds one rank's share of it, once
+TEST(ZeroState, IsNotUnpackedByThoseWhoPassItOn) {
+  on_ranks(
+      [](const World& world) {
+        for (const auto& [name, zero] : ways(world.group())) {
+          const auto parameters = parameters_of({{200, 300}, {200, 300}, {200, 300}});
+          Zero optimizer(parameters, {}, zero);
+          train(optimizer, parameters, 1);
+          const auto share = optimizer.memory_report().state;
+          const testing::MemoryProbe probe;
+          optimizer.consolidate_state_dict(0);
+          constexpr int64_t kDescriptions = 16 << 10;
+          if (world.rank() > 0) {
+            EXPECT_LE(probe.total().peak_bytes, share + kDescriptions) << name;
+          }
+        }
+      },
+      {3}, {"threads"});
+}
+
+// ZERO-37: an archive of an old consolidation says how old it is
+TEST(ZeroState, ThatIsOldIsSavedWithAWarning) {
+  on_ranks(
+      [](const World& world) {
+        const auto parameters = parameters_of(kShapes);
+        Zero optimizer(parameters, {}, world.group());
+        train(optimizer, parameters, 1);
+        optimizer.consolidate_state_dict();
+        if (world.rank() > 0) return train(optimizer, parameters, 3);
+        const auto saves = [&] {
+          std::ostringstream out;
+          torch::save(optimizer, out);
+        };
+        const ddp_models::Warnings warnings;
+        saves();
+        EXPECT_EQ(warnings.count("steps ago"), 0);
+        train(optimizer, parameters, 3);
+        saves();
+        EXPECT_EQ(warnings.count("the state is that of 3 steps ago: consolidate_state_dict() first"), 1);
+      },
+      {1, 2}, {"threads"});
 }
 
 // ZERO-37
@@ -192,9 +309,7 @@ TEST(ZeroState, ThatDoesNotFitIsRefused) {
       expect_same_state(shared_state(optimizer, world), good);
       bad = good;
       for (auto& [index, values] : bad.state) values.erase("step");
-      // A rank without a share has nothing to complain of.
-      const bool has_share = !state_dict_of(optimizer.local_optimizer()).state.empty();
-      if (has_share) expect_error([&] { optimizer.load_state_dict(bad); }, {});
+      expect_error([&] { optimizer.load_state_dict(bad); }, {"does not fit"});
       expect_same_state(shared_state(optimizer, world), good);
       train(optimizer, parameters, 1, 2);
 
@@ -203,6 +318,28 @@ TEST(ZeroState, ThatDoesNotFitIsRefused) {
       expect_error([&] { optimizer.state_dict(); }, {"not consolidated"});
     }
   });
+}
+
+// ZERO-39: a rank without a share refuses what the others do
+TEST(ZeroState, ThatDoesNotFitIsRefusedByRanksWithoutAShare) {
+  on_ranks(
+      [](const World& world) {
+        for (const auto& [name, zero] : ways(world.group())) {
+          const auto parameters = parameters_of({{3}, {2}});
+          Zero optimizer(parameters, {}, zero);
+          train(optimizer, parameters, 2);
+          const auto good = shared_state(optimizer, world);
+          auto bad = good;
+          for (auto& [index, values] : bad.state) values.erase("step");
+          expect_error([&] { optimizer.load_state_dict(bad); }, {"does not fit"});
+          bad = good;
+          bad.state[2] = bad.state[0];
+          expect_error([&] { optimizer.load_state_dict(bad); }, {"2 parameters", "state of parameter 2"});
+          expect_same_state(shared_state(optimizer, world), good);
+          train(optimizer, parameters, 1, 2);
+        }
+      },
+      {4}, {"threads"});
 }
 
 // ZERO-40
