@@ -135,7 +135,9 @@ bool Join::is_attentive() const {
 }
 
 JoinTally Join::send(const detail::ControlFlags& flags, detail::Sending sending) const {
-  return detail::send_flags(flags, group_, joinables_[0]->join_device(), sending);
+  // Through the host where the group can: a message of a device is behind the device's work, and reading it waits.
+  const auto device = serves_device(group_, c10::kCPU) ? c10::Device(c10::kCPU) : joinables_[0]->join_device();
+  return detail::send_flags(flags, group_, device, sending);
 }
 
 void Join::check_same_settings(const JoinTally& tally) const {

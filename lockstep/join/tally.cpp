@@ -1,8 +1,13 @@
 #include "lockstep/join/tally.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <mutex>
+#include <optional>
 
 #include "lockstep/comm/collectives.h"
 
@@ -20,20 +25,41 @@ int64_t words_per_set(int ranks) {
 
 struct JoinTally::State {
   const int ranks;
-  const at::Tensor message;
   const int64_t progress;  // this rank's
+  at::Tensor message;
   Pending pending = {};
+
+  /// Off the CPU: where the reduced message is going, in memory that a device can write beside its other work.
+  at::Tensor arriving = {};
+  std::optional<c10::Event> arrived = std::nullopt;
 
   std::mutex mutex = {};
   at::Tensor words = {};  // guarded by mutex: the message on the CPU, once it was read
 
   at::Tensor read() {
     const std::lock_guard lock(mutex);
-    if (!words.defined()) {
+    if (words.defined()) return words;
+    if (arrived) {
+      arrived->synchronize();
+      words = arriving;
+    } else {
       pending.wait();
-      words = message.cpu();
+      words = message;
     }
     return words;
+  }
+
+  /// By a stream of its own, so that neither the message waits for what the program computes nor the other way round.
+  void send_on_device(const GroupPtr& group, c10::Device device) {
+    const auto side = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+    const c10::StreamGuard on_side(side);
+    arriving = at::empty(message.sizes(), message.options().pinned_memory(true));
+    message = message.pin_memory().to(device, /*non_blocking=*/true);
+    pending = launch_all_reduce(message, group);
+    pending.wait();  // lets the stream wait
+    arriving.copy_(message, /*non_blocking=*/true);
+    arrived.emplace(device.type());
+    arrived->record(side);
   }
 };
 
@@ -57,7 +83,7 @@ bool JoinTally::has_same_progress() const {
 }
 
 bool JoinTally::is_ready() const {
-  return state_->message.device().is_cpu() && state_->pending.is_completed();
+  return state_->arrived ? state_->arrived->query() : state_->pending.is_completed();
 }
 
 JoinTally detail::send_flags(const ControlFlags& flags, const GroupPtr& group, c10::Device device, Sending sending) {
@@ -75,10 +101,13 @@ JoinTally detail::send_flags(const ControlFlags& flags, const GroupPtr& group, c
   if (flags.is_attentive) add_me_to(JoinTally::kAttentive);
   bits[JoinTally::kSets * words] = flags.progress;
   JoinTally tally;
-  tally.state_ = std::make_shared<JoinTally::State>(group->getSize(), message.to(device), flags.progress);
+  tally.state_ = std::make_shared<JoinTally::State>(group->getSize(), flags.progress, message);
   const LabelScope label(
       {flags.was_local ? "Join's control message after no_sync() or no_grad" : "Join's control message"});
-  if (sending == Sending::kAsync) {
+  if (!device.is_cpu()) {
+    tally.state_->send_on_device(group, device);
+    if (sending == Sending::kBlocking) tally.state_->read();
+  } else if (sending == Sending::kAsync) {
     tally.state_->pending = launch_all_reduce(tally.state_->message, group);
   } else {
     all_reduce(tally.state_->message, group);

@@ -1,8 +1,11 @@
 // DistributedDataParallel on an accelerator: several ranks share one GPU by gloo, one rank has NCCL. The comparison
 // with Python (tests/oracle/ddp) runs there too; here is what a CPU cannot show.
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/nn/functional/loss.h>
 
 #include "lockstep/ddp/sync_batch_norm.h"
+#include "lockstep/join/join.h"
 #include "tests/support/ddp_models.h"
 
 namespace lockstep {
@@ -48,6 +51,45 @@ TEST_F(DdpOnGpu, InputsOfTheHostAreMoved) {
     });
   }
   ::unsetenv("PYTORCH_DDP_USE_SIDE_STREAM");
+}
+
+/// A joinable on a GPU that does nothing but begin the iteration.
+struct OpenerOnGpu : Joinable {
+  explicit OpenerOnGpu(const World& world) : group(world.group()), device(world.device()) {}
+  std::unique_ptr<JoinHook> join_hook(const JoinOptions&) override { return std::make_unique<JoinHook>(); }
+  c10::Device join_device() const override { return device; }
+  GroupPtr join_process_group() const override { return group; }
+  GroupPtr group;
+  c10::Device device;
+};
+
+// JOIN-58, JOIN-8: with work queued on the device, a control message neither waits for it nor holds it up
+TEST_F(DdpOnGpu, ControlMessagesOfAJoinDoNotWaitForTheDevice) {
+  const auto expect_no_wait = [](const World& world) {
+    const auto matrix = at::ones({8192, 8192}, at::TensorOptions(at::kFloat).device(world.device()));
+    const auto stream = c10::impl::VirtualGuardImpl(at::kCUDA).getStream(world.device());
+    OpenerOnGpu opener(world);
+    const auto begun = [&](bool with_work) {
+      if (with_work) {
+        for (int i = 0; i < 40; ++i) at::matmul(matrix, matrix);
+      }
+      c10::Event work(at::kCUDA);
+      work.record(stream);
+      Join::notify(opener);
+      EXPECT_TRUE(!with_work || !work.query()) << "notify() has waited for the device";
+      const auto tally = Join::current_tally(opener);
+      stream.synchronize();
+      EXPECT_EQ(tally.live_count(), world.world_size());
+    };
+    Join({&opener}).run([&] {
+      begun(false);  // libraries are loaded by the first product
+      at::matmul(matrix, matrix);
+      stream.synchronize();
+      for (int i = 0; i < 3; ++i) begun(true);
+    });
+  };
+  testing::run_threads_in_gtest({.world_size = 2, .backend = "gloo"}, expect_no_wait);
+  testing::run_threads_in_gtest({.world_size = 1, .backend = "nccl"}, expect_no_wait);
 }
 
 // DDP-3
