@@ -52,6 +52,36 @@ class ZeroOnGpu : public ::testing::Test {
   }
 };
 
+// ZERO-3, ZERO-72: gradients of several devices, one of them of the host
+TEST_F(ZeroOnGpu, GradientsOfSeveralDevicesAreClippedTogether) {
+  testing::run_threads_in_gtest({.world_size = 1}, [](const World& world) {
+    const auto made = [&](c10::Device second) {
+      const auto parameters = zero_fixtures::parameters_of({{4, 3}, {5}});
+      std::vector<at::Tensor> placed = {parameters[0].detach().requires_grad_(),
+                                        parameters[1].detach().to(second).requires_grad_()};
+      for (const auto& each : placed) each.mutable_grad() = each.detach() * 3;
+      return placed;
+    };
+    const auto expect_same_gradients = [](const std::vector<at::Tensor>& actual,
+                                          const std::vector<at::Tensor>& expected) {
+      for (std::size_t i = 0; i < actual.size(); ++i) {
+        EXPECT_TRUE(at::allclose(actual[i].grad().cpu(), expected[i].grad(), 1e-5, 1e-6)) << i;
+      }
+    };
+    for (const bool foreach : {true, false}) {
+      const auto mixed = made(world.device());
+      const auto expected = made(at::kCPU);
+      const auto norm = clip_grad_norm_(mixed, 0.5, {.foreach = foreach});
+      const auto expected_norm = clip_grad_norm_(expected, 0.5, {.foreach = foreach});
+      EXPECT_TRUE(at::allclose(norm.cpu(), expected_norm, 1e-5, 1e-6));
+      expect_same_gradients(mixed, expected);
+      clip_grad_value_(mixed, 0.01, foreach);
+      clip_grad_value_(expected, 0.01, foreach);
+      expect_same_gradients(mixed, expected);
+    }
+  });
+}
+
 // ZERO-6, ZERO-26, ZERO-35, ZERO-38, ZERO-67, ZERO-68, ZERO-72
 TEST_F(ZeroOnGpu, EqualsThePlainOptimizerAndItsState) {
   on_gpu([](const World& world) {

@@ -309,6 +309,15 @@ TEST(ZeroGroups, AddedThroughTheBaseClassAreNoticedByTheNextStep) {
       torch::optim::Optimizer& base = optimizer;
       base.add_param_group(weights_and_biases(parameters)[1]);
       plain.add_param_group(weights_and_biases(expected)[1]);
+      // Also by a norm, which comes before the step.
+      set_gradients(parameters, 9);
+      set_gradients(expected, 9);
+      const auto norm = clip_grad_norm_(optimizer, 0.5);
+      const auto expected_norm = clip_grad_norm_(expected, 0.5);
+      EXPECT_TRUE(at::allclose(norm, expected_norm, 1e-6)) << name << ": " << norm << " for " << expected_norm;
+      for (std::size_t i = 0; i < parameters.size(); ++i) {
+        EXPECT_TRUE(at::allclose(parameters[i].grad(), expected[i].grad(), 1e-6, 1e-7)) << name << i;
+      }
       train(base, parameters, 3);
       train(plain, expected, 3);
       expect_same(parameters, expected, name);

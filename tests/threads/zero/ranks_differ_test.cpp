@@ -109,6 +109,22 @@ TEST(ZeroRanksDiffer, IsNoticedIfStateIsLoadedOnSome) {
           optimizer.load_state_dict(saved_of(2));
           optimizer.step();
         }
+        // Sharded gradients.
+        DistributedDataParallel ddp(mlp(kEqualLayers), world.group());
+        const ZeroOptions sharded{.stage = ZeroStage::kGradients, .ddp = ddp};
+        AdamW plain(copies_of(ddp.parameters()), adamw());
+        set_gradients(plain.param_groups()[0].params(), 1);
+        plain.step();
+        {
+          Zero optimizer(ddp.parameters(), adamw(), sharded);
+          loss_of(ddp, world, 0).backward();
+          if (world.rank() == 0) optimizer.load_state_dict(state_dict_of(plain));
+          expect_error([&] { optimizer.step(); }, {"how often state was loaded", "rank 0: '1'"});
+        }
+        Zero optimizer(ddp.parameters(), adamw(), sharded);
+        loss_of(ddp, world, 0).backward();
+        optimizer.load_state_dict(state_dict_of(plain));
+        optimizer.step();
       },
       {2, 3}, {"threads", "shm"});
 }
