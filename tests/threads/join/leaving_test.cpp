@@ -1,6 +1,7 @@
 // Leaving a Join scope: early stops, exceptions, guards, limits and warnings.
 #include <thread>
 
+#include "lockstep/comm/barrier.h"
 #include "lockstep/testing/recorder.h"
 #include "tests/support/join_fixtures.h"
 
@@ -281,6 +282,7 @@ TEST_P(JoinLeaving, EveryWayOutDisablesTheJoinables) {
     { const Join scope({&reducer}); }
     expect_no_cost();
     const auto group = spare_group(world);
+    barrier(world.group());  // nobody may close the group while others still connect
     AllReducer doomed(group);
     expect_error([&] { Join({&doomed}).run([] { throw std::runtime_error("out"); }); }, {"out"});
     EXPECT_EQ(doomed.join_config(), JoinConfig());
