@@ -85,9 +85,7 @@ DdpEngine::DdpEngine(std::shared_ptr<torch::nn::Module> module, const DdpOptions
   for (const auto& [name, tensor] : options_.delay_all_reduce_named_params) ignored_.insert(name);
   parameters_ = detail::parameters_of(*module_, ignored_);
   managed_ = detail::managed_parameters(*module_, ignored_);
-  for (const auto& [name, tensor] : parameters_) {
-    if (!tensor.requires_grad()) frozen_.push_back(tensor);
-  }
+  watch_.note(*module_);
   has_forward_buffers_ = options_.forward_sync_buffers.value_or(options_.broadcast_buffers.value_or(true));
   has_initial_buffers_ = options_.forward_sync_buffers || options_.broadcast_buffers.value_or(true);
 
@@ -113,13 +111,13 @@ DdpEngine::DdpEngine(std::shared_ptr<torch::nn::Module> module, const DdpOptions
   if (!options_.delay_all_reduce_named_params.empty()) {
     delayed_ = std::make_shared<detail::DelayedAllReduce>(options_.delay_all_reduce_named_params, group_);
     delayed_->attach(options_.param_to_hook_all_reduce,
-                     [this] { return reducer_ ? reducer_->is_backward_synced() : std::optional<bool>(); });
+                     [this] { return reducer_ ? reducer_->is_backward_synced() : backward_sync_->is_synced(); });
   }
   if (managed_.tensors.empty()) {
     LOG(INFO) << "[lockstep/ddp] the reduction of all parameters is delayed";
   } else if (options_.per_parameter) {
-    per_parameter_ =
-        std::make_unique<detail::PerParameterReduction>(managed_.tensors, group_, [this] { return is_sync_enabled_; });
+    per_parameter_ = std::make_unique<detail::PerParameterReduction>(
+        managed_.tensors, group_, [this] { return backward_sync_->is_synced().value_or(is_sync_enabled_); });
   } else {
     make_reducer();
   }
@@ -221,18 +219,11 @@ void DdpEngine::check_parameters_unchanged() const {
 
 void DdpEngine::check_no_new_parameters() {
   if (group_->getSize() == 1 || !c10::GradMode::is_enabled()) return;
-  // Walking the module costs more than a forward may: seldom, unless a frozen parameter is so no longer.
-  const bool is_power_of_two = (forwards_ & (forwards_ + 1)) == 0;
-  const bool is_one_unfrozen =
-      std::any_of(frozen_.begin(), frozen_.end(), [](const auto& tensor) { return tensor.requires_grad(); });
-  const bool is_walked = is_power_of_two || is_one_unfrozen;
-  const auto names =
-      is_walked ? detail::names_of_new(managed_, detail::managed_parameters(*module_, ignored_)) : std::string();
-  if (names.empty()) {
-    ++forwards_;
-    return;
-  }
-  // Not counted, so that the next one is refused too.
+  // Walking the module by names costs more than a forward may.
+  if (!watch_.has_changed(*module_)) return;
+  const auto names = detail::names_of_new(managed_, detail::managed_parameters(*module_, ignored_));
+  if (names.empty()) return watch_.note(*module_);
+  // Not noted, so that the next forward is refused too.
   fail(str(who(), ": these parameters began to require gradients, or came into the module, after it was wrapped: ",
            names, ". Their gradients would not be averaged, and the ranks' copies would drift apart. Wrap the module ",
            "again after such changes, or name what is meant to differ in params_and_buffers_to_ignore."));
@@ -265,6 +256,7 @@ void DdpEngine::pre_forward() {
   if (c10d::debug_level() != c10d::DebugLevel::Off) check_parameters_unchanged();
   weighted_->forget_zeroed();
   const bool is_synced = c10::GradMode::is_enabled() && is_sync_enabled_;
+  if (is_synced) reducer_->check_none_frozen();
   const auto tally = begin_join_iteration(is_synced);
   if (is_synced) {
     note("stats");
@@ -305,7 +297,11 @@ void DdpEngine::leave_module() noexcept {
 
 void DdpEngine::post_forward(const std::vector<at::Tensor*>& outputs) {
   if (low_) low_->keep_writes();
-  if (reducer_) arm_reducer(outputs);
+  if (reducer_) {
+    arm_reducer(outputs);
+  } else if (c10::GradMode::is_enabled()) {
+    backward_sync_->mark(outputs, is_sync_enabled_);
+  }
   if (!delayed_) return;
   delayed_->reset_gradients();
   if (c10::GradMode::is_enabled()) delayed_->prepare_for_backward(is_sync_enabled_);

@@ -13,9 +13,11 @@
 #include <vector>
 
 #include "lockstep/ddp/averaging_group.h"
+#include "lockstep/ddp/backward_sync.h"
 #include "lockstep/ddp/buffer_sync.h"
 #include "lockstep/ddp/comm_hook.h"
 #include "lockstep/ddp/module_checks.h"
+#include "lockstep/ddp/module_watch.h"
 #include "lockstep/ddp/optimizer_in_backward.h"
 #include "lockstep/ddp/options.h"
 #include "lockstep/ddp/per_parameter_reduction.h"
@@ -144,7 +146,6 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   std::set<std::string> ignored_;
   NamedTensors parameters_;  // not ignored, frozen ones too
   detail::ManagedParameters managed_;
-  std::vector<at::Tensor> frozen_;  // when it was wrapped
   std::optional<detail::AveragedParameters> averaged_;
   detail::ModuleTraits traits_;
   bool has_forward_buffers_ = true;  // buffers are synced before each forward
@@ -157,13 +158,15 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   std::unique_ptr<detail::LowPrecision> low_;
   std::shared_ptr<detail::DelayedAllReduce> delayed_;
   std::unique_ptr<detail::PerParameterReduction> per_parameter_;
+  const std::shared_ptr<detail::BackwardSync> backward_sync_ =
+      std::make_shared<detail::BackwardSync>();  // without a reducer
 
   // Steps.
   bool is_sync_enabled_ = true;
   bool sink_clones_ = true;
   bool has_set_up_ = false;           // what is done in the first forward
   std::string steps_in_backward_by_;  // what makes optimizers step in backward; empty if nothing does
-  int64_t forwards_ = 0;
+  detail::ModuleWatch watch_;         // as it was when all its parameters were known
 
   // Join. The options are those of the last scope.
   Joinable* joinable_ = nullptr;

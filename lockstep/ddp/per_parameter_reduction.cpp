@@ -13,16 +13,17 @@
 namespace lockstep::detail {
 
 PerParameterReduction::PerParameterReduction(std::vector<at::Tensor> parameters, GroupPtr group,
-                                             std::function<bool()> is_enabled)
+                                             std::function<bool()> is_synced)
     : parameters_(std::move(parameters)),
       group_(std::move(group)),
-      is_enabled_(std::move(is_enabled)),
+      is_synced_(std::move(is_synced)),
       is_ready_(parameters_.size()) {
   hooks_.add(parameters_, [this](std::size_t index) { on_gradient(index); });
 }
 
 void PerParameterReduction::on_gradient(std::size_t index) {
-  if (!is_enabled_()) return;
+  // Without hooks it is asked at the end: the backward may still come to a synced forward.
+  if (!user_hooks_.empty() && !is_synced_()) return;
   const auto& parameter = parameters_[index];
   const at::NoGradGuard no_grad;
   const auto access = GradientAccess::of_current_backward();
@@ -42,18 +43,24 @@ void PerParameterReduction::on_gradient(std::size_t index) {
     const auto queued = std::make_shared<const bool>(true);
     is_queued_ = queued;
     torch::autograd::Engine::get_default_engine().queue_callback([this, queued, life = std::weak_ptr(life_)] {
-      if (life.lock()) reduce_all();
+      if (life.lock()) end_backward();
     });
   }
   is_ready_[index] = true;
 }
 
+void PerParameterReduction::end_backward() {
+  const bool is_reduced = is_synced_();
+  const std::lock_guard lock(mutex_);
+  is_queued_.reset();
+  if (is_reduced) reduce_all();
+  access_ = {};
+}
+
 void PerParameterReduction::reduce_all() {
   const at::NoGradGuard no_grad;
-  const std::lock_guard lock(mutex_);
   auto is_used = at::zeros({static_cast<int64_t>(parameters_.size())}, at::kInt);
   for (std::size_t i = 0; i < is_ready_.size(); ++i) is_used.mutable_data_ptr<int32_t>()[i] = is_ready_[i] ? 1 : 0;
-  is_queued_.reset();
   auto access = std::exchange(access_, {});
   access.settle();
   const auto on_device = is_used.to(parameters_[0].device());

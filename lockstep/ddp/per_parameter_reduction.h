@@ -22,21 +22,22 @@ namespace detail {
 
 class PerParameterReduction {
  public:
-  /// `is_enabled` is asked at every gradient.
-  PerParameterReduction(std::vector<at::Tensor> parameters, GroupPtr group, std::function<bool()> is_enabled);
+  /// `is_synced` tells whether the backward that runs is to be reduced, as far as it has come.
+  PerParameterReduction(std::vector<at::Tensor> parameters, GroupPtr group, std::function<bool()> is_synced);
 
   /// Before every forward; see GradientHooks.
   void refresh_hooks() { hooks_.refresh(); }
-  /// Called in place of the reduction, with each gradient when it is there.
+  /// Called in place of the reduction, with each gradient when it is there and the backward is known to be synced.
   void add_hook(ParameterHook hook) { user_hooks_.push_back(std::move(hook)); }
 
  private:
   void on_gradient(std::size_t index);
+  void end_backward();
   void reduce_all();
 
   const std::vector<at::Tensor> parameters_;
   const GroupPtr group_;
-  const std::function<bool()> is_enabled_;
+  const std::function<bool()> is_synced_;
   std::vector<ParameterHook> user_hooks_;
   GradientHooks hooks_;
 

@@ -26,6 +26,11 @@ void note_gradient(const std::string& name) {
   announce(std::move(event));
 }
 
+std::string remedy_for_frozen(const detail::ReducerSetup& setup, const std::vector<std::size_t>& frozen) {
+  return str("Since the module was wrapped ", setup.names_of(frozen), frozen.size() == 1 ? " was" : " were",
+             " frozen: wrap it again after such changes.");
+}
+
 std::size_t bytes_of(const at::Tensor& tensor) {
   return tensor.is_sparse() ? tensor._indices().nbytes() + tensor._values().nbytes() : tensor.nbytes();
 }
@@ -467,8 +472,7 @@ void Reducer::check_prior_reduction_finished() {
   if (missing.empty()) {
     remedy = "This forward runs inside of that backward: run it before or after.";
   } else if (!frozen.empty()) {
-    remedy = str("Since the module was wrapped ", setup_.names_of(frozen), frozen.size() == 1 ? " was" : " were",
-                 " frozen: wrap it again after such changes.");
+    remedy = remedy_for_frozen(setup_, frozen);
   } else if (static_graph_.is_on()) {
     remedy =
         "static_graph promises that every step uses the parameters the first one used: this one did not. "
@@ -485,6 +489,22 @@ void Reducer::check_prior_reduction_finished() {
                                     : str(missing.size() == 1 ? "parameter " : "parameters ", setup_.names_of(missing),
                                           " (", join(missing, ", "), ") got no gradient");
   setup_.fail(str(setup_.who(), ": the last step's reduction is unfinished: ", what, ". ", remedy));
+}
+
+void Reducer::check_none_frozen() const {
+  const std::lock_guard lock(mutex_);
+  if (searches_unused() || static_graph_.is_counting()) return;
+  std::vector<std::size_t> frozen;
+  for (std::size_t i = 0; i < setup_.parameters.size(); ++i) {
+    if (!setup_.parameters[i].requires_grad()) frozen.push_back(i);
+  }
+  if (frozen.empty() || frozen.size() == setup_.parameters.size()) return;
+  // A static graph waits for none that had no gradient when it counted.
+  std::erase_if(frozen, [&](std::size_t index) { return static_graph_.is_on() && unused_.contains(index); });
+  if (frozen.empty()) return;
+  setup_.fail(str(setup_.who(), ": ", frozen.size() == 1 ? "parameter " : "parameters ", setup_.names_of(frozen), " (",
+                  join(frozen, ", "), ") will get no gradient, and the step's reduction could not be finished. ",
+                  remedy_for_frozen(setup_, frozen)));
 }
 
 void Reducer::reset_state() {

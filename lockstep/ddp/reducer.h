@@ -91,6 +91,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool has_leftovers() const;
   /// Nobody waits for them any more: they stay in .grad.
   void forget_leftovers();
+  /// Before a synced forward: throws if some parameters require no gradient any more, whose part of the reduction would
+  /// never come. If none does, none begins: a model that another one is trained through.
+  void check_none_frozen() const;
   /// Throws, with the parameters' names and the remedy, if a reduction was begun and not finished.
   void check_finalized();
   /// Throws if gradients of a context of distributed autograd could not be averaged there.

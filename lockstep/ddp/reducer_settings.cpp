@@ -104,11 +104,11 @@ void Reducer::watch_added_gradients(bool is_watched) {
 void Reducer::set_scatter(const ScatterFactory& make, const std::string& reason) {
   const std::lock_guard lock(mutex_);
   const auto& options = setup_.options;
-  const auto refuse_if = [&](bool is_wrong, const char* what) {
+  const auto refuse_if = [&](bool is_wrong, const std::string& what) {
     TORCH_CHECK(!is_wrong, setup_.who(), ": ", reason, ", which cannot be together with ", what);
   };
   TORCH_CHECK(!scatter_, setup_.who(), ": ", reason, ", but another optimizer has them already");
-  refuse_if(!hook_slot_taken_by().empty(), hook_slot_taken_by().c_str());
+  refuse_if(!hook_slot_taken_by().empty(), str("what DDP does already: ", hook_slot_taken_by()));
   refuse_if(has_comm_hook(), "a comm hook");
   refuse_if(averages_.has_consumer(), "optimizers that step in backward");
   refuse_if(options.gradient_as_bucket_view, "gradient_as_bucket_view: there are no gradients to be views");

@@ -40,8 +40,7 @@ std::vector<Rule> program_rules() {
            {kFreeWays, "event=freeze",
             "wrapper=default|static_graph|gradient_as_bucket_view|mixed_precision|allreduce_hook|bf16_compress_hook|"
             "compiled|ddp+tp"},
-       .text = "[lockstep/ddp]",
-       .is_late = true},
+       .text = "[lockstep/ddp]"},
       {.when = {"event=unfreeze", "world=2|3", kUndelayed}, .text = "after it was wrapped"},
 
       // Sharded gradients (docs/zero.md, "Stages").

@@ -242,25 +242,36 @@ LOCKSTEP_THREAD_TEST(DdpDelayed, StillReducesAfterALoad, 2) {
 // (D-8)
 // A local backward between a synced forward and its backward does not use up the reduction.
 LOCKSTEP_THREAD_TEST(DdpDelayed, LocalBackwardsLeaveTheReductionToSyncedOnes, 2) {
-  auto model = mlp({4, 3, 2});
-  DistributedDataParallel ddp(model, world.group(),
-                              {.delay_all_reduce_named_params = {{"layer1.weight", model->layers[1]->weight},
-                                                                 {"layer1.bias", model->layers[1]->bias}},
-                               .param_to_hook_all_reduce = model->layers[0]->weight});
-  const auto input = at::full({1, 4}, world.rank() + 1.0);
-  const auto synced = ddp(input).sum();
-  at::Tensor local;
-  {
-    const auto guard = ddp.no_sync();
-    local = ddp(input).sum();
-  }
-  local.backward();
-  synced.backward();
   auto reference = mlp({4, 3, 2});
   for (int rank = 0; rank < 2; ++rank) reference->forward(at::full({1, 4}, rank + 1.0)).sum().backward();
-  // Twice, for the local and the synced one, over two ranks.
-  for (std::size_t i = 0; i < 4; ++i) {
-    testing::check_equal("gradient", model->parameters()[i].grad(), reference->parameters()[i].grad(), {1e-5, 1e-6});
+  for (const bool are_all_delayed : {false, true}) {
+    auto model = mlp({4, 3, 2});
+    NamedTensors delayed;
+    for (const auto& item : model->named_parameters()) {
+      if (are_all_delayed || item.key().starts_with("layer1")) delayed.emplace_back(item.key(), item.value());
+    }
+    DistributedDataParallel ddp(
+        model, world.group(),
+        {.delay_all_reduce_named_params = delayed, .param_to_hook_all_reduce = model->layers[0]->weight});
+    const auto input = at::full({1, 4}, world.rank() + 1.0);
+    for (int step = 0; step < 2; ++step) {
+      zero_grads(ddp);
+      const auto synced = ddp(input).sum();
+      at::Tensor local;
+      {
+        const auto guard = ddp.no_sync();
+        local = ddp(input).sum();
+      }
+      Recorder recorder;
+      local.backward();
+      testing::expect_none(recorder.events("launch"), "all_reduce");
+      synced.backward();
+      // Twice, for the local and the synced one, over two ranks.
+      for (std::size_t i = 0; i < 4; ++i) {
+        testing::check_equal("gradient", model->parameters()[i].grad(), reference->parameters()[i].grad(),
+                             {1e-5, 1e-6});
+      }
+    }
   }
 }
 
@@ -384,6 +395,44 @@ LOCKSTEP_THREAD_TEST(DdpPerParameter, EqualsBuckets, 3) {
   expect_error(
       [&] { DistributedDataParallel(mlp({4, 2}), world.group(), {.bucket_cap_mb = 1, .per_parameter = true}); },
       {"per_parameter", "bucket_cap_mb"});
+}
+
+// DDP-45, DDP-101: the forward decides, whatever is set when backward runs.
+LOCKSTEP_THREAD_TEST(DdpPerParameter, NoSyncIsAboutForward, 2) {
+  const auto input = at::full({1, 4}, world.rank() + 1.0);
+  const auto gradient_after = [&](const auto& run) {
+    DistributedDataParallel ddp(mlp({4, 2}), world.group(), {.per_parameter = true});
+    run(ddp);
+    return ddp.module()->layers[0]->weight.grad();
+  };
+  const auto local_loss = [&](auto& ddp) {
+    const auto guard = ddp.no_sync();
+    return ddp(input).sum();
+  };
+  const auto expect_equal = [](const at::Tensor& gradient, double value) {
+    EXPECT_TRUE(at::equal(gradient, at::full({2, 4}, value))) << gradient;
+  };
+  // Inside of no_sync(), and backward outside.
+  expect_equal(gradient_after([&](auto& ddp) { local_loss(ddp).backward(); }), world.rank() + 1);
+  // The other way round.
+  expect_equal(gradient_after([&](auto& ddp) {
+                 const auto loss = ddp(input).sum();
+                 const auto guard = ddp.no_sync();
+                 loss.backward();
+               }),
+               1.5);
+  // One of each: a local backward leaves the reduction to the synced one, which has both.
+  expect_equal(gradient_after([&](auto& ddp) {
+                 const auto synced = ddp(input).sum();
+                 local_loss(ddp).backward();
+                 synced.backward();
+               }),
+               3);
+  expect_equal(gradient_after([&](auto& ddp) {
+                 const auto synced = ddp(input).sum();
+                 (synced + local_loss(ddp)).backward();
+               }),
+               3);
 }
 
 }  // namespace

@@ -74,15 +74,87 @@ LOCKSTEP_THREAD_TEST(DdpWrapper, RefusesParametersItDoesNotKnow, 2) {
     model->layers[1] = model->replace_module("layer1", torch::nn::Linear(5, 2));
     expect_refused(ddp, "'layer1.weight', 'layer1.bias'");
   }
+  // However late.
+  {
+    auto model = mlp(kSizes);
+    DistributedDataParallel ddp(model, world.group(), {.find_unused_parameters = true});
+    for (int i = 0; i < 4; ++i) step(ddp);
+    model->layers[1] = model->replace_module("layer1", torch::nn::Linear(5, 2));
+    expect_refused(ddp, "'layer1.weight', 'layer1.bias'");
+  }
+  {
+    auto model = mlp(kSizes);
+    DistributedDataParallel ddp(model, world.group());
+    for (int i = 0; i < 4; ++i) step(ddp);
+    model->layers.push_back(model->register_module("layer2", torch::nn::Linear(2, 2)));
+    expect_refused(ddp, "'layer2.weight', 'layer2.bias'");
+  }
 }
 
-// the remedy of a step that lacks gradients of a layer that was frozen.
+// what is no parameter to average may change.
+LOCKSTEP_THREAD_TEST(DdpWrapper, LayersWithoutNewParametersMayComeAndGo, 2) {
+  auto model = mlp(kSizes);
+  DistributedDataParallel ddp(model, world.group(), {.find_unused_parameters = true});
+  const auto step = [&] { ddp(at::ones({1, 4})).sum().backward(); };
+  step();
+  model->register_module("dropout", torch::nn::Dropout());
+  step();
+  auto frozen = model->register_module("frozen", torch::nn::Linear(2, 2));
+  for (auto& parameter : frozen->parameters()) parameter.requires_grad_(false);
+  step();
+  model->unregister_module("frozen");
+  step();
+  frozen->weight.requires_grad_(true);
+  model->register_module("frozen", frozen);
+  expect_error(step, {"'frozen.weight'", "after it was wrapped"});
+}
+
+// in the first forward, before anything is trained on gradients of one rank.
 LOCKSTEP_THREAD_TEST(DdpWrapper, NamesLayersThatWereFrozen, 2) {
-  DistributedDataParallel ddp(mlp(kSizes), world.group());
-  ddp.module()->layers[0]->weight.requires_grad_(false);
-  ddp(at::ones({1, 4})).sum().backward();
-  expect_error([&] { ddp(at::ones({1, 4})); }, {"'layer0.weight'", "frozen", "wrap it again"});
-  barrier(world.group());
+  for (const auto& options : std::vector<DdpOptions>{{}, {.static_graph = true}, {.gradient_as_bucket_view = true}}) {
+    DistributedDataParallel ddp(mlp(kSizes), world.group(), options);
+    auto& weight = ddp.module()->layers[0]->weight;
+    const auto step = [&] { ddp(at::ones({1, 4})).sum().backward(); };
+    step();
+    weight.requires_grad_(false);
+    for (int i = 0; i < 2; ++i) expect_error(step, {"'layer0.weight'", "(0)", "frozen", "wrap it again"});
+    {
+      const torch::NoGradGuard no_grad;
+      ddp(at::ones({1, 4}));
+    }
+    weight.requires_grad_(true);
+    step();
+  }
+}
+
+// what the next reduction does not wait for.
+LOCKSTEP_THREAD_TEST(DdpWrapper, MayHaveFrozenLayersThatNothingWaitsFor, 2) {
+  const auto input = at::ones({1, 4});
+  {
+    DistributedDataParallel ddp(mlp(kSizes), world.group(), {.find_unused_parameters = true});
+    ddp.module()->layers[0]->weight.requires_grad_(false);
+    for (int i = 0; i < 2; ++i) ddp(input).sum().backward();
+  }
+  {
+    // Frozen before it counts.
+    DistributedDataParallel ddp(mlp(kSizes), world.group(), {.static_graph = true});
+    ddp.module()->layers[0]->weight.requires_grad_(false);
+    for (int i = 0; i < 3; ++i) ddp(input).sum().backward();
+  }
+  {
+    // A discriminator, while the generator is trained through it.
+    DistributedDataParallel ddp(mlp(kSizes), world.group());
+    for (int i = 0; i < 2; ++i) {
+      for (auto& parameter : ddp.parameters()) parameter.requires_grad_(false);
+      const auto made = at::ones({1, 4}).requires_grad_();
+      ddp(made).sum().backward();
+      EXPECT_TRUE(made.grad().defined());
+      for (auto& parameter : ddp.parameters()) parameter.requires_grad_(true);
+      zero_grads(ddp);
+      ddp(input * (world.rank() + 1)).sum().backward();
+      testing::check_equal("average", ddp.module()->layers[1]->bias.grad(), at::ones({2}));
+    }
+  }
 }
 
 // DDP-77, A-10: whatever the mode.

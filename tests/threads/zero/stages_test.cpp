@@ -513,7 +513,7 @@ TEST(ZeroStages, RefuseWhatCannotBe) {
         expect_error([&] { with(options); }, {"gradient_as_bucket_view", "ZeroStage::kGradients"});
         options = small_buckets();
         options.mixed_precision = MixedPrecision{.param_dtype = at::kBFloat16};
-        expect_error([&] { with(options); }, {"mixed_precision", "ZeroStage::kGradients"});
+        expect_error([&] { with(options); }, {"already: mixed_precision", "ZeroStage::kGradients"});
 
         DistributedDataParallel ddp(mlp(kSizes), small_buckets());
         const auto all = ddp.parameters();
