@@ -7,6 +7,7 @@
 #include "lockstep/comm/threads/thread_backend.h"
 #include "lockstep/lockstep.h"
 #include "lockstep/testing/gtest.h"
+#include "lockstep/testing/recorder.h"
 
 namespace lockstep {
 namespace {
@@ -110,6 +111,26 @@ LOCKSTEP_THREAD_TEST(Agreement, NamesTheFirstFactThatDiffers, 2) {
   // A difference beyond what is shown is still a difference.
   check({{"long", std::string(500, 'a') + (first ? "b" : "c")}}, {"disagree on parameters: long", "501 characters"});
   barrier(world.group());
+}
+
+// D-18: long facts travel only if they differ.
+LOCKSTEP_THREAD_TEST(Agreement, GathersNoTextsThatAreTheSame, 2) {
+  Facts facts;
+  for (int i = 0; i < 300; ++i) facts.emplace_back("parameter " + std::to_string(i), "Float[1024, 1024]");
+  const auto bytes_of = [&](const auto& check) {
+    testing::Recorder recorder;
+    check();
+    std::size_t bytes = 0;
+    for (const auto& event : recorder.events("launch")) bytes += event.bytes;
+    return bytes;
+  };
+  EXPECT_LT(bytes_of([&] { check_same_on_all_ranks("parameters", facts, world.group()); }), 1024U);
+  if (world.rank() == 1) facts[299].second = "Float[1024, 1025]";
+  EXPECT_GT(bytes_of([&] {
+              expect_error([&] { check_same_on_all_ranks("parameters", facts, world.group()); },
+                           {"parameter 299", "1025"});
+            }),
+            4096U);
 }
 
 // A group c10d made itself, without our help, is taken as well.
