@@ -1,5 +1,6 @@
 #include "lockstep/ddp/all_reduce_sink.h"
 
+#include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/sparse_coo_tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
@@ -23,6 +24,23 @@ std::string reason_of(const std::exception& error) {
 bool has_arrived(const Bucket::Progress& progress) {
   return progress.reduction ? progress.reduction->is_completed() : progress.future && progress.future->completed();
 }
+
+/// Copies that are made at once where that is cheaper than one by one, as on all devices but the CPU.
+class Copies {
+ public:
+  void add(const at::Tensor& to, const at::Tensor& from) {
+    if (to.device().is_cpu() || to.scalar_type() != from.scalar_type()) return copy_plain(to, from);
+    to_.push_back(to);
+    from_.push_back(from);
+  }
+  void run() const {
+    if (!to_.empty()) at::_foreach_copy_(to_, from_);
+  }
+
+ private:
+  std::vector<at::Tensor> to_;
+  std::vector<at::Tensor> from_;
+};
 
 }  // namespace
 
@@ -206,14 +224,15 @@ void AllReduceSink::write(std::vector<Bucket>& buckets, UsedMap* used, const Ste
   }
 }
 
-void AllReduceSink::write_gradient(std::size_t index, const at::Tensor& gradient, const GradientAccess& access) const {
+void AllReduceSink::write_gradient(std::size_t index, const at::Tensor& gradient, const GradientAccess& access,
+                                   const CopyInto& copy) const {
   const auto& parameter = setup_.parameters[index];
   access.with_gradient(parameter, [&](at::Tensor& grad) {
     const auto full = setup_.plan.parameters()[index].dtype;
     if (gradient.is_sparse()) {
       grad = gradient;
     } else if (grad.defined()) {
-      copy_plain(grad, gradient);
+      copy(grad, gradient);
     } else if (gradient.scalar_type() != full) {
       grad = gradient.to(full, /*non_blocking=*/false, /*copy=*/true);
     } else {
@@ -231,6 +250,8 @@ void AllReduceSink::write_dense(Bucket& bucket, UsedMap* used, const StepTerms& 
   const auto is_used = [&](std::size_t index) { return used == nullptr || used->is_used(index); };
   if (has_consumer()) offer(bucket, reduced, is_used);
   const auto& is_consumed = bucket.progress.is_consumed;
+  Copies copies;
+  const CopyInto put = [&](const at::Tensor& to, const at::Tensor& from) { copies.add(to, from); };
   for (std::size_t place = 0; place < bucket.size(); ++place) {
     const auto index = bucket.parameter_index(place);
     if (!is_used(index) || (!is_consumed.empty() && is_consumed[place])) continue;
@@ -238,10 +259,10 @@ void AllReduceSink::write_dense(Bucket& bucket, UsedMap* used, const StepTerms& 
     const auto& gradient = is_in_place ? view : reduced[place];
     const auto& parameter = bucket.parameter(place);
     if (!options.gradient_as_bucket_view || terms.access.is_elsewhere()) {
-      if (!terms.is_identity) write_gradient(index, gradient, terms.access);
+      if (!terms.is_identity) write_gradient(index, gradient, terms.access, put);
       continue;
     }
-    if (!is_in_place) copy_plain(view, gradient);
+    if (!is_in_place) copies.add(view, gradient);
     terms.access.with_gradient(parameter, [&](at::Tensor& grad) {
       TORCH_CHECK(!grad.defined() || grad.is_alias_of(view), setup_.who(), ": gradient of parameter '",
                   setup_.name_of(index), "' is no longer its part of the bucket, though gradient_as_bucket_view is ",
@@ -250,6 +271,7 @@ void AllReduceSink::write_dense(Bucket& bucket, UsedMap* used, const StepTerms& 
       return true;
     });
   }
+  copies.run();
 }
 
 void AllReduceSink::write_sparse(Bucket& bucket, UsedMap* used, const StepTerms& terms) {
@@ -258,7 +280,7 @@ void AllReduceSink::write_sparse(Bucket& bucket, UsedMap* used, const StepTerms&
     offer(bucket, {gradient}, [&](std::size_t index) { return used == nullptr || used->is_used(index); });
     if (bucket.progress.is_consumed[0]) return;
   }
-  write_gradient(bucket.parameter_index(0), gradient, terms.access);
+  write_gradient(bucket.parameter_index(0), gradient, terms.access, copy_plain);
 }
 
 void AllReduceSink::give_up(std::vector<Bucket>& buckets, const StepTerms& terms) {

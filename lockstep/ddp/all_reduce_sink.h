@@ -41,8 +41,10 @@ class AllReduceSink final : public GradientSink {
   void set_consumer(GradientConsumer consumer) { consumer_ = std::move(consumer); }
   bool has_consumer() const { return consumer_.take != nullptr; }
 
-  /// A reduced gradient becomes the parameter's own.
-  void write_gradient(std::size_t index, const at::Tensor& gradient, const GradientAccess& access) const;
+  using CopyInto = std::function<void(const at::Tensor& to, const at::Tensor& from)>;
+  /// A reduced gradient becomes the parameter's own, by `copy` if there is one to be overwritten.
+  void write_gradient(std::size_t index, const at::Tensor& gradient, const GradientAccess& access,
+                      const CopyInto& copy) const;
   /// Of a bucket that has arrived, by place.
   std::vector<at::Tensor> reduced_gradients(const Bucket& bucket) const;
 

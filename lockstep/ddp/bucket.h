@@ -10,6 +10,7 @@
 #include "lockstep/comm/pending.h"
 #include "lockstep/ddp/bucket_plan.h"
 #include "lockstep/ddp/comm_hook.h"
+#include "lockstep/ddp/stream_join.h"
 
 namespace lockstep::detail {
 
@@ -50,6 +51,12 @@ class Bucket {
     std::size_t gradients_missing = 0;
     /// Places whose gradients are still to be copied in, with the gradients.
     std::vector<std::pair<std::size_t, at::Tensor>> deferred = {};
+    /// Places whose gradients are there, but still to be divided.
+    std::vector<std::size_t> undivided = {};
+    /// Others are divided already.
+    bool has_divided = false;
+    /// Gradients were made, or copied in, on these.
+    StreamJoin streams = {};
     bool is_launched = false;
     bool is_skipped = false;
     std::optional<Pending> reduction = std::nullopt;      // without a hook

@@ -6,6 +6,8 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 
+#include <utility>
+
 #include "lockstep/base/str.h"
 #include "lockstep/nn/gradient_copy.h"
 
@@ -37,7 +39,13 @@ void GradientIntake::check_gradient(const Bucket& bucket, std::size_t place, con
 
 void GradientIntake::take(Bucket& bucket, std::size_t place, const StepTerms& terms, GradientSink& sink) {
   sink.attach_buffer(bucket);
+  bucket.progress.streams.note(bucket.parameter(place).device());
   bucket.is_sparse() ? take_sparse(bucket, terms) : take_dense(bucket, place, terms, sink);
+}
+
+bool GradientIntake::puts_off(const at::Tensor& grad, const at::Tensor& view) const {
+  // Copied first and divided afterwards, what loses digits on the way in would lose them twice.
+  return setup_.options.batched_grad_copy || (view.is_cuda() && grad.scalar_type() == view.scalar_type());
 }
 
 void GradientIntake::take_dense(Bucket& bucket, std::size_t place, const StepTerms& terms, const GradientSink& sink) {
@@ -51,12 +59,19 @@ void GradientIntake::take_dense(Bucket& bucket, std::size_t place, const StepTer
     }
     check_gradient(bucket, place, grad);
     if (terms.is_identity) return false;
+    auto& progress = bucket.progress;
     if (grad.is_alias_of(view)) {
-      if (terms.scale != 1) view.mul_(terms.scale);
+      if (view.is_cuda() && !has_graph) {
+        progress.undivided.push_back(place);
+      } else {
+        progress.has_divided = true;
+        if (terms.scale != 1) view.mul_(terms.scale);
+      }
       return false;
-    } else if (setup_.options.batched_grad_copy && !has_graph) {
-      bucket.progress.deferred.emplace_back(place, grad);
+    } else if (!has_graph && puts_off(grad, view)) {
+      progress.deferred.emplace_back(place, grad);
     } else {
+      progress.has_divided = true;
       copy_scaled(view, grad, terms.scale);
     }
     return !terms.access.is_elsewhere() && sink.replace_gradient(grad, view);
@@ -64,22 +79,24 @@ void GradientIntake::take_dense(Bucket& bucket, std::size_t place, const StepTer
 }
 
 void GradientIntake::copy_deferred(Bucket& bucket, const StepTerms& terms) {
-  auto& deferred = bucket.progress.deferred;
-  if (deferred.empty()) return;
+  auto& progress = bucket.progress;
+  const bool has_other_streams = progress.streams.join_into_current();
+  const auto deferred = std::exchange(progress.deferred, {});
+  const auto undivided = std::exchange(progress.undivided, {});
+  if (deferred.empty() && undivided.empty()) return;
   const at::NoGradGuard no_grad;
-  if (deferred.size() == bucket.size()) {
-    std::vector<at::Tensor> to;
-    std::vector<at::Tensor> from;
-    for (const auto& [place, grad] : deferred) {
-      to.push_back(bucket.view(place));
-      from.push_back(grad);
-    }
-    copy_all_scaled(to, from, bucket.buffer(), terms.scale);
-  } else {
-    // The others are in place already, divided.
-    for (const auto& [place, grad] : deferred) copy_scaled(bucket.view(place), grad, terms.scale);
+  std::vector<at::Tensor> to;
+  std::vector<at::Tensor> from;
+  for (const auto& [place, grad] : deferred) {
+    to.push_back(bucket.view(place));
+    from.push_back(grad);
+    if (has_other_streams) keep_for_current_stream(grad);
   }
-  deferred.clear();
+  // What is neither was zeroed: dividing it changes nothing.
+  const bool is_divided_at_once = bucket.buffer().is_cuda() ? !progress.has_divided : deferred.size() == bucket.size();
+  if (is_divided_at_once) return copy_all_scaled(to, from, bucket.buffer(), terms.scale);
+  for (std::size_t i = 0; i < to.size(); ++i) copy_scaled(to[i], from[i], terms.scale);
+  for (const auto place : undivided) bucket.view(place).mul_(terms.scale);
 }
 
 at::Tensor GradientIntake::over_known_rows(const at::Tensor& gradient, const at::Tensor& rows,

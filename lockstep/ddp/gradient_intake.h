@@ -22,11 +22,14 @@ class GradientIntake {
   void take_zeros(Bucket& bucket, const StepTerms& terms, GradientSink& sink);
   /// What there is of gradients, zeros for members without one.
   void take_leftovers(Bucket& bucket, const StepTerms& terms, GradientSink& sink);
-  /// The bucket is full: copies what was put off, all at once.
+  /// The bucket is full: copies and divides what was put off, all at once. Before it the current stream waits for those
+  /// that gradients come from.
   void copy_deferred(Bucket& bucket, const StepTerms& terms);
 
  private:
   void take_dense(Bucket& bucket, std::size_t place, const StepTerms& terms, const GradientSink& sink);
+  /// Whether its copy waits for the bucket's last gradient. Elsewhere than on the CPU one operation for all is cheaper.
+  bool puts_off(const at::Tensor& grad, const at::Tensor& view) const;
   void take_sparse(Bucket& bucket, const StepTerms& terms);
   at::Tensor over_known_rows(const at::Tensor& gradient, const at::Tensor& rows, const std::string& name) const;
   void check_gradient(const Bucket& bucket, std::size_t place, const at::Tensor& grad);

@@ -8,6 +8,7 @@
 #include "lockstep/comm/call_label.h"
 #include "lockstep/comm/objects.h"
 #include "lockstep/ddp/reducer.h"
+#include "lockstep/nn/gradient_copy.h"
 
 namespace lockstep {
 
@@ -53,7 +54,7 @@ void Reducer::write_arrived_sums() {
   const std::lock_guard lock(mutex_);
   const at::NoGradGuard no_grad;
   for (const auto& [index, gradient] : recovery_->sums()) {
-    averages_.write_gradient(index, gradient, step_.terms.access);
+    averages_.write_gradient(index, gradient, step_.terms.access, detail::copy_plain);
   }
   local_.forget();
   recovery_->end();

@@ -65,7 +65,7 @@ void copy_plain(const at::Tensor& to, const at::Tensor& from) {
 
 void copy_all_scaled(const std::vector<at::Tensor>& to, const std::vector<at::Tensor>& from, const at::Tensor& buffer,
                      double scale) {
-  at::_foreach_copy_(to, from);
+  if (!to.empty()) at::_foreach_copy_(to, from);
   if (scale != 1) buffer.mul_(scale);
 }
 

@@ -14,7 +14,7 @@ void copy_scaled(const at::Tensor& to, const at::Tensor& from, double scale);
 /// to = from.
 void copy_plain(const at::Tensor& to, const at::Tensor& from);
 
-/// to[i] = from[i] * scale for gradients that fill `buffer`, in as few operations as the device needs.
+/// Copies gradients to their views of `buffer` and multiplies all of it, in as few operations as the device needs.
 void copy_all_scaled(const std::vector<at::Tensor>& to, const std::vector<at::Tensor>& from, const at::Tensor& buffer,
                      double scale);
 
