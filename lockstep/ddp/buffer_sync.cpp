@@ -4,7 +4,6 @@
 
 #include "lockstep/comm/call_label.h"
 #include "lockstep/ddp/state_sync.h"
-#include "lockstep/nn/module_tensors.h"
 
 namespace lockstep::detail {
 
@@ -14,37 +13,33 @@ void BufferSync::set_hook(BufferHook hook, BufferHookLocation location) {
   location_ = location;
 }
 
-bool BufferSync::will_sync() const {
+NamedTensors BufferSync::due() const {
   // Looked up anew each time: users replace buffers.
-  return is_enabled_ && is_required_ && !buffers_of(module_, ignored_).empty();
+  return is_enabled_ && is_required_ ? buffers_of(module_, ignored_) : NamedTensors();
 }
 
-bool BufferSync::will_sync_before_forward() const {
-  return will_sync() && (!hook_ || location_ == BufferHookLocation::kPreForward);
+NamedTensors BufferSync::due_before_forward() const {
+  return !hook_ || is_hook_due(BufferHookLocation::kPreForward) ? due() : NamedTensors();
 }
 
-std::vector<FuturePtr> BufferSync::before_forward(const GroupPtr& group, int source) {
+std::vector<FuturePtr> BufferSync::before_forward(const NamedTensors& due, const GroupPtr& group, int source) {
   const LabelScope label({"DDP's buffers"});
-  if (!will_sync_before_forward()) return {};
-  if (hook_) return run_hook();
-  broadcast(group, source);
+  if (hook_) return run_hook(due);
+  std::vector<at::Tensor> tensors;
+  for (const auto& [name, buffer] : due) tensors.push_back(buffer);
+  broadcast_coalesced(tensors, group, kBroadcastChunkBytes, source);
   return {};
 }
 
 std::vector<FuturePtr> BufferSync::after_forward() {
-  if (!hook_ || location_ != BufferHookLocation::kPostForward || !will_sync()) return {};
-  return run_hook();
+  if (!is_hook_due(BufferHookLocation::kPostForward)) return {};
+  const auto all = due();
+  return all.empty() ? std::vector<FuturePtr>() : run_hook(all);
 }
 
-void BufferSync::broadcast(const GroupPtr& group, int source) const {
-  std::vector<at::Tensor> tensors;
-  for (auto& [name, buffer] : buffers_of(module_, ignored_)) tensors.push_back(buffer);
-  broadcast_coalesced(tensors, group, kBroadcastChunkBytes, source);
-}
-
-std::vector<FuturePtr> BufferSync::run_hook() {
+std::vector<FuturePtr> BufferSync::run_hook(const NamedTensors& due) {
   BufferMap buffers;
-  for (auto& [name, buffer] : buffers_of(module_, ignored_)) buffers.emplace(name, buffer);
+  for (const auto& [name, buffer] : due) buffers.emplace(name, buffer);
   return hook_(buffers);
 }
 

@@ -11,6 +11,7 @@
 
 #include "lockstep/comm/group.h"
 #include "lockstep/ddp/buffer_hook.h"
+#include "lockstep/nn/module_tensors.h"
 
 namespace torch::nn {
 class Module;
@@ -33,16 +34,18 @@ class BufferSync {
 
   bool has_hook() const { return hook_ != nullptr; }
 
-  /// Both collective if they act. They return the hook's futures. Without a hook the buffers are those of `source`.
-  std::vector<FuturePtr> before_forward(const GroupPtr& group, int source = 0);
+  /// The buffers that the next forward has to sync before it runs; none if it has not to. Walks the module.
+  NamedTensors due_before_forward() const;
+  /// With these, of which there are some. Collective; returns the hook's futures. Without a hook they become those of
+  /// `source`.
+  std::vector<FuturePtr> before_forward(const NamedTensors& due, const GroupPtr& group, int source = 0);
+  /// Collective if a hook runs then, whose futures are returned.
   std::vector<FuturePtr> after_forward();
-  bool will_sync_before_forward() const;
-  /// From `source`; what before_forward() does without a hook.
-  void broadcast(const GroupPtr& group, int source = 0) const;
 
  private:
-  bool will_sync() const;
-  std::vector<FuturePtr> run_hook();
+  bool is_hook_due(BufferHookLocation location) const { return hook_ && location_ == location; }
+  NamedTensors due() const;
+  std::vector<FuturePtr> run_hook(const NamedTensors& due);
 
   const torch::nn::Module& module_;
   const std::set<std::string> ignored_;

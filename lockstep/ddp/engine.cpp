@@ -267,10 +267,10 @@ void DdpEngine::pre_forward() {
   if (c10::GradMode::is_enabled() && (is_synced || !is_joining())) {
     if (reducer_->rebuild_buckets()) note("rebuild");
   }
-  if (buffers_->will_sync_before_forward()) {
+  if (const auto due = buffers_->due_before_forward(); !due.empty()) {
     note("sync_buffers");
     const int source = tally.is_open() ? tally.live_ranks().back() : 0;
-    detail::with_advice([&] { reducer_->install_futures(buffers_->before_forward(group_, source)); },
+    detail::with_advice([&] { reducer_->install_futures(buffers_->before_forward(due, group_, source)); },
                         [this] { return advice_on_uneven_inputs(); });
   }
 }

@@ -131,7 +131,9 @@ void DdpEngine::mirror_iteration() {
   }
   const bool is_reduced = tally.reducing_count() > 0;
   if (is_reduced) reducer_->rebuild_buckets();
-  if (buffers_->will_sync_before_forward()) buffers_->before_forward(group_, tally.live_ranks().back());
+  if (const auto due = buffers_->due_before_forward(); !due.empty()) {
+    buffers_->before_forward(due, group_, tally.live_ranks().back());
+  }
   buffers_->set_required(is_reduced);
   if (!is_reduced) return;
   if (join_options_.weighted) {
