@@ -122,6 +122,11 @@ DdpEngine::DdpEngine(std::shared_ptr<torch::nn::Module> module, const DdpOptions
     make_reducer();
   }
   averaged_.emplace(managed_.tensors, managed_.infos, *this);
+  if (reducer_ && group_->getSize() > 1) {
+    reducer_->set_begin_listener([this] { compare_replicas(); });
+    // Not for long: ranks on machines of different kinds round differently, and that adds up.
+    if (options_.init_sync) replicas_.begin(/*last=*/9);
+  }
 }
 
 void DdpEngine::make_reducer() {

@@ -172,7 +172,8 @@ class DdpEngine : public std::enable_shared_from_this<DdpEngine> {
   Joinable* joinable_ = nullptr;
   JoinOptions join_options_;
   JoinProgress join_progress_;
-  bool is_mirroring_ = false;  // since the last forward
+  bool is_mirroring_ = false;   // since the last forward
+  bool is_after_join_ = false;  // one in which ranks ran out of inputs
   detail::ReplicaCheck replicas_;
 };
 

@@ -68,12 +68,21 @@ void DdpEngine::end_join(const Join& scope, int source) {
   const bool is_skewed = std::any_of(live.begin(), live.end(), [&](int count) { return count < group_->getSize(); });
   if (!is_skewed || !reducer_) return;
   replicas_.begin();
-  reducer_->set_begin_listener([this] { compare_replicas(); });
+  is_after_join_ = true;
 }
 
 void DdpEngine::compare_replicas() {
+  // A hook need not average: local SGD has replicas that differ.
+  if (!is_after_join_ && reducer_->has_comm_hook()) return replicas_.stop();
   const auto difference = replicas_.on_reduction(managed_, !is_mirroring_, group_);
   if (difference.empty()) return;
+  if (!is_after_join_) {
+    tell_of_difference(str(who(), ": replicas differ though they were the same when the module was wrapped, and all ",
+                           "have stepped with the same gradients: ", difference, ", the least and the most of all ",
+                           "ranks. Have only some ranks loaded the optimizer's state, or set another learning rate? ",
+                           "Load it on all ranks."));
+    return;
+  }
   tell_of_difference(str(who(), ": replicas differ since the last Join scope, in which some ranks ran out of inputs ",
                          "before others: ", difference, ", the least and the most of all ranks. What their optimizer ",
                          "keeps (momentum, step counts, learning rate) has stayed behind. Let ranks without inputs do ",

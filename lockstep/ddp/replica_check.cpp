@@ -75,9 +75,10 @@ std::string difference_of(const at::Tensor& one, const at::Tensor& other, const 
   return "";
 }
 
-void ReplicaCheck::begin() {
+void ReplicaCheck::begin(int64_t last) {
   reductions_ = 0;
   next_ = 2;  // the first step begins with the same parameters everywhere
+  last_ = last;
 }
 
 void ReplicaCheck::prepare(const ManagedParameters& parameters) {
@@ -89,6 +90,7 @@ std::string ReplicaCheck::on_reduction(const ManagedParameters& parameters, bool
   if (next_ != 0) ++reductions_;
   if (!is_compared) return "";
   next_ = 2 * next_ - 1;
+  if (next_ > last_) stop();
   const at::NoGradGuard no_grad;
   auto sample = has_inputs && sample_.defined() ? std::exchange(sample_, {}) : sample_of(parameters.tensors);
   if (!sample.defined()) return "";

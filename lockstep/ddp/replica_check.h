@@ -1,12 +1,13 @@
-// Notices replicas that drift apart after a Join scope: ranks that ran out of inputs take the model of the others at
-// its end, but what a plain optimizer keeps stays behind there, and the next steps differ. A few elements of every
-// parameter are compared after 1, 2, 4, 8, … reduced steps: state shows at once, a learning rate when it changes.
-// Internal to ddp.
+// Notices replicas that drift apart: where only some ranks have loaded an optimizer's state, and after a Join scope, at
+// whose end ranks that ran out of inputs take the model of the others while what a plain optimizer keeps stays behind.
+// A few elements of every parameter are compared after 1, 2, 4, 8, … reduced steps: state shows at once, a learning
+// rate when it changes. Internal to ddp.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -25,8 +26,8 @@ std::string difference_of(const at::Tensor& one, const at::Tensor& other, const 
 /// Counts reductions, of which all ranks have the same number: who mirrors one counts it too.
 class ReplicaCheck {
  public:
-  /// All ranks have the same parameters now, but maybe not the same optimizers.
-  void begin();
+  /// All ranks have the same parameters now, but maybe not the same optimizers. Compares up to the given reduction.
+  void begin(int64_t last = std::numeric_limits<int64_t>::max());
   void stop() { next_ = 0; }
   /// Before a forward that is to be reduced: keeps a sample, if the next reduction compares.
   void prepare(const ManagedParameters& parameters);
@@ -39,6 +40,7 @@ class ReplicaCheck {
 
   int64_t reductions_ = 0;
   int64_t next_ = 0;  // the reduction to compare at; 0: none
+  int64_t last_ = 0;
   at::Tensor sample_;
 };
 

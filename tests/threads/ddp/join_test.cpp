@@ -470,9 +470,10 @@ LOCKSTEP_THREAD_TEST(DdpJoin, DisabledScopesDoNothing, 2) {
     scope.finish();
     return count;
   };
-  calls(false);
-  calls(false);  // buckets are rebuilt
+  // Buckets are rebuilt in the second step, and replicas compared in the second and third.
+  for (int step = 0; step < 3; ++step) calls(false);
   EXPECT_EQ(calls(false), 1);
+  EXPECT_EQ(calls(true), 3) << "the control message, and replicas are compared in the fifth step";
   EXPECT_EQ(calls(true), 2) << "the control message";
 }
 

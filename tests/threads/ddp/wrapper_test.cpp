@@ -1,5 +1,10 @@
 // The wrapper as an object: how it is called, what happens when its module changes or it is gone, and two wrappers that
 // share a part.
+#include <torch/optim/adam.h>
+#include <torch/serialize.h>
+
+#include <sstream>
+
 #include "tests/support/ddp_models.h"
 
 namespace lockstep::wrapper_test {
@@ -7,6 +12,7 @@ namespace {
 
 using namespace ddp_models;
 using testing::expect_error;
+using testing::Recorder;
 
 const std::vector<int64_t> kSizes = {4, 5, 2};
 
@@ -155,6 +161,57 @@ LOCKSTEP_THREAD_TEST(DdpWrapper, MayHaveFrozenLayersThatNothingWaitsFor, 2) {
       testing::check_equal("average", ddp.module()->layers[1]->bias.grad(), at::ones({2}));
     }
   }
+}
+
+// U-3: state of an optimizer that only one rank has loaded.
+LOCKSTEP_THREAD_TEST(DdpWrapper, NoticesReplicasThatDriftApart, 2) {
+  const auto train = [](auto& model, auto& optimizer, const at::Tensor& batch) {
+    optimizer.zero_grad();
+    loss_of(model(batch)).backward();
+    optimizer.step();
+  };
+  auto twin = mlp(kSizes);
+  torch::optim::Adam trained(twin->parameters(), torch::optim::AdamOptions(0.1));
+  for (int step = 0; step < 3; ++step) train(twin, trained, random_batch(4, 4, step));
+  std::stringstream file;
+  torch::save(trained, file);
+
+  for (const bool is_loaded_by_all : {false, true}) {
+    auto model = mlp(kSizes);
+    DistributedDataParallel ddp(model, world.group());
+    torch::optim::Adam optimizer(model->parameters(), torch::optim::AdamOptions(0.1));
+    file.clear();
+    file.seekg(0);
+    if (is_loaded_by_all || world.rank() == 0) torch::load(optimizer, file);
+    train(ddp, optimizer, random_batch(4, 4, world.rank()));
+    if (is_loaded_by_all) {
+      Recorder recorder;
+      for (int step = 1; step < 20; ++step) train(ddp, optimizer, random_batch(4, 4, step));
+      // Compared in steps 2, 3, 5 and 9.
+      testing::expect_count(recorder.events("launch"), "all_reduce", 19 + 4);
+    } else {
+      expect_error([&] { train(ddp, optimizer, random_batch(4, 4, 5)); },
+                   {"replicas differ", "'layer0.weight'", "loaded the optimizer's state"});
+    }
+  }
+}
+
+// U-3: where they differ on purpose nothing is said.
+LOCKSTEP_THREAD_TEST(DdpWrapper, ReplicasMayDifferBehindAHookOrWhereIgnored, 2) {
+  const Warnings warnings;
+  DistributedDataParallel local(mlp(kSizes), world.group());
+  local.register_comm_hook([](GradBucket& bucket) { return completed_future(bucket.buffer()); });
+  auto partly = mlp(kSizes);
+  DistributedDataParallel ignoring(partly, world.group(), {.params_and_buffers_to_ignore = {"layer0.weight"}});
+  torch::optim::SGD of_local(local.parameters(), 0.1);
+  torch::optim::SGD of_ignoring({partly->layers[0]->weight}, 0.1);
+  for (int step = 0; step < 6; ++step) {
+    loss_of(local(random_batch(2, 4, 10 * world.rank() + step))).backward();
+    of_local.step();
+    loss_of(ignoring(random_batch(2, 4, 10 * world.rank() + step))).backward();
+    of_ignoring.step();
+  }
+  EXPECT_EQ(warnings.count("replicas differ"), 0);
 }
 
 // DDP-77, A-10: whatever the mode.
