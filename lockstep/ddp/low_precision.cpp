@@ -1,5 +1,6 @@
 #include "lockstep/ddp/low_precision.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/where.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>

@@ -30,6 +30,8 @@ void check_devices(const DdpOptions& options, const NamedTensors& all, const Mod
               "[lockstep/ddp] device_ids and output_device are for modules on one accelerator, but got device_ids [",
               has_device_ids ? device_ids_text(options) : "", "], output_device ",
               options.output_device ? std::to_string(*options.output_device) : "none", " and parameters on ", devices);
+  TORCH_CHECK(!has_device_ids || options.device_ids->front() == traits.device.index(), "[lockstep/ddp] device_ids is [",
+              device_ids_text(options), "], but the parameters are on ", devices, ": move the module first");
 }
 
 }  // namespace

@@ -29,10 +29,13 @@ void ModuleWatch::note(torch::nn::Module& module) {
 }
 
 bool ModuleWatch::has_changed(torch::nn::Module& module) const {
-  std::size_t at = 0;
-  const bool are_alike =
-      for_each_part(module, [&](const Part& part) { return at < parts_.size() && part == parts_[at++]; });
-  return !are_alike || at != parts_.size();
+  auto next = parts_.begin();
+  const bool are_alike = for_each_part(module, [&](const Part& part) {
+    if (next == parts_.end() || part != *next) return false;
+    ++next;
+    return true;
+  });
+  return !are_alike || next != parts_.end();
 }
 
 }  // namespace lockstep::detail
