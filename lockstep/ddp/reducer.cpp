@@ -106,7 +106,7 @@ void Reducer::arm() {
 void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, const detail::PassPtr& pass) {
   const std::lock_guard lock(mutex_);
   check_prior_reduction_finished();
-  ++record_.iteration;
+  record_.iteration = ++iterations_;
   arm();
   step_.is_visible = pass->is_visible;
   add_open(pass);
@@ -423,7 +423,7 @@ void Reducer::mirror_backward(bool leaves_grad) {
   const std::lock_guard lock(mutex_);
   check_prior_reduction_finished();
   const at::NoGradGuard no_grad;
-  ++record_.iteration;
+  record_.iteration = ++iterations_;
   arm();
   step_.is_mirrored = true;
   step_.gives_zeros = !gives_leftovers;

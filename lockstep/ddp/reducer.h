@@ -9,6 +9,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <map>
@@ -163,6 +164,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // ---- for those who ask ----
 
+  /// Is another one once a forward has rebuilt it: to be read between steps.
   const BucketPlan& plan() const { return setup_.plan; }
   const std::vector<at::Tensor>& parameters() const { return setup_.parameters; }
   const GroupPtr& group() const { return setup_.group; }
@@ -176,7 +178,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool is_armed() const;
   /// Armed, or a synced forward is still to have its backward.
   bool may_reduce() const;
-  int64_t iterations() const { return record_.iteration; }
+  /// Of reduced backwards, also those given up. Any thread may ask, at any time.
+  int64_t iterations() const { return iterations_; }
   StepRecord last_step() const;
   const detail::StepTimes& times() const { return times_; }
   /// Bytes of the buffers that buckets share; 0 without a scatter.
@@ -310,6 +313,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::optional<detail::StepRecovery> recovery_;  // if that was asked for
   detail::LocalGradients local_;                  // since the last reduction
   bool has_warned_of_local_backward_ = false;
+
+  std::atomic<int64_t> iterations_ = 0;  // not guarded: asked for by listeners too, with the lock held
 };
 
 }  // namespace lockstep

@@ -19,8 +19,8 @@ namespace lockstep::detail {
 std::vector<std::size_t> find_unused(const std::vector<at::Tensor>& outputs,
                                      const std::unordered_map<const torch::autograd::Node*, std::size_t>& accumulators);
 
-/// A mark per parameter: used by this rank, then by how many. The marks of all ranks are summed while the last buckets
-/// are still on their way, and waited for only if somebody asks about a parameter this rank did not use.
+/// A mark per parameter: used by this rank, then by how many. The marks of all ranks are summed behind the last bucket,
+/// while it is still on its way, and waited for with the buckets.
 class UsedMap {
  public:
   UsedMap(std::size_t parameters, c10::Device device);

@@ -60,11 +60,11 @@ LOCKSTEP_THREAD_TEST(DdpCommHook, SeesTheBucketAndKeepsState, 2) {
   DistributedDataParallel ddp(mlp({4, 3, 2}), world.group(), {.bucket_cap_mb = 0});
   const auto state = std::make_shared<Counter>(Counter{.group = world.group()});
   std::vector<std::size_t> indices;
-  bool was_last = false;
+  std::vector<bool> was_last;
   ddp.register_comm_hook(state, [&](Counter& counter, GradBucket& bucket) {
     ++counter.calls;
     indices.push_back(bucket.index());
-    was_last = bucket.is_last();
+    was_last.push_back(bucket.is_last());
     EXPECT_EQ(bucket.gradients().size(), bucket.parameters().size());
     int64_t elements = 0;
     for (std::size_t i = 0; i < bucket.parameters().size(); ++i) {
@@ -77,11 +77,13 @@ LOCKSTEP_THREAD_TEST(DdpCommHook, SeesTheBucketAndKeepsState, 2) {
     return mean_hook(bucket, counter.group);
   });
   ddp(input_of(world)).sum().backward();
+  EXPECT_EQ(was_last, std::vector<bool>{true});
   indices.clear();
+  was_last.clear();
   zero_grads(ddp);
   ddp(input_of(world)).sum().backward();
   EXPECT_EQ(indices, (std::vector<std::size_t>{0, 1, 2, 3}));
-  EXPECT_TRUE(was_last);
+  EXPECT_EQ(was_last, (std::vector<bool>{false, false, false, true}));
   EXPECT_EQ(state->calls, 5);
   // What a rank that only takes part uses.
   auto buckets = ddp.engine().reducer()->get_grad_buckets();

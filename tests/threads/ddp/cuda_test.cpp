@@ -7,6 +7,7 @@
 #include "lockstep/ddp/sync_batch_norm.h"
 #include "lockstep/join/join.h"
 #include "tests/support/ddp_models.h"
+#include "tests/support/operator_counts.h"
 
 namespace lockstep {
 namespace {
@@ -101,7 +102,45 @@ TEST_F(DdpOnGpu, DevicesThatAreNotTheModulesAreRefused) {
     model->to(world.device());
     testing::expect_error([&] { DistributedDataParallel(model, world.group(), {.device_ids = {{0, 0}}}); },
                           {"device_ids", "0, 0", "cuda:0"});
+    testing::expect_error([&] { DistributedDataParallel(model, world.group(), {.device_ids = {{1}}}); },
+                          {"device_ids is [1]", "cuda:0", "move the module"});
   });
+}
+
+// D-14: in, out and divided by one operation per bucket each
+TEST_F(DdpOnGpu, CopiesABucketAtOnce) {
+  for (const bool as_view : {false, true}) {
+    testing::run_threads_in_gtest({.world_size = 2, .backend = "gloo"}, [&](const World& world) {
+      const auto whole = random_batch(8, 6, 3);
+      auto reference = mlp({6, 5, 5, 3});
+      reference->forward(whole).pow(2).mean().backward();
+      auto model = mlp({6, 5, 5, 3});
+      model->to(world.device());
+      DistributedDataParallel ddp(model, world.group(), {.gradient_as_bucket_view = as_view});
+      const auto mine = my_rows(whole, world).to(world.device());
+      for (int step = 0; step < 3; ++step) {
+        // Gradients that are there are added to: as views they are divided where they are.
+        for (auto& parameter : model->parameters()) {
+          if (parameter.grad().defined()) parameter.mutable_grad().zero_();
+        }
+        const auto loss = ddp(mine).pow(2).mean();
+        barrier(world.group());
+        std::optional<testing::OperatorCounts> counts;
+        if (world.rank() == 0) counts.emplace(testing::OperatorCounts::Threads::kAll);
+        barrier(world.group());
+        loss.backward();
+        barrier(world.group());
+        const int buckets = 2 * static_cast<int>(ddp.bucket_plan().buckets().size());  // of both ranks
+        if (counts && step > 0) {
+          EXPECT_EQ(counts->of("aten::_foreach_copy_"), as_view ? 0 : 2 * buckets) << step;
+          EXPECT_EQ(counts->of("aten::mul_"), buckets) << step;
+        }
+        counts.reset();
+        barrier(world.group());
+        expect_close_on_host(gradients_of(*model), gradients_of(*reference));
+      }
+    });
+  }
 }
 
 // DDP-99

@@ -49,7 +49,19 @@ LOCKSTEP_THREAD_TEST(DdpSparse, MetadataMakesTheReductionDense, 2) {
   DistributedDataParallel ddp(seeded(Bag(true)), world.group());
   DistributedDataParallel dense(seeded(Bag(false)), world.group());
   ddp.set_sparse_metadata({{"bag.weight", at::tensor({1, 2, 3, 4})}});
-  ddp(rows_of(world, 0)).pow(2).sum().backward();
+  {
+    const auto loss = ddp(rows_of(world, 0)).pow(2).sum();
+    testing::Recorder recorder;
+    loss.backward();
+    testing::expect_none(recorder.events("launch"), "all_gather");
+    int sums = 0;
+    for (const auto& event : recorder.events("launch")) {
+      if (event.kind == "bucket") continue;
+      EXPECT_EQ(event.kind, "all_reduce");
+      sums += event.dtype == "Float" && event.bytes == 48 ? 1 : 0;  // four rows of three
+    }
+    EXPECT_EQ(sums, 1);
+  }
   dense(rows_of(world, 0)).pow(2).sum().backward();
   EXPECT_TRUE(at::allclose(ddp.module()->bag->weight.grad().to_dense(), dense.module()->bag->weight.grad()));
   // Good for one backward.
@@ -62,6 +74,28 @@ LOCKSTEP_THREAD_TEST(DdpSparse, MetadataMakesTheReductionDense, 2) {
   ddp.set_sparse_metadata({{"other.weight", at::tensor({1})}});
   const auto output = ddp(rows_of(world, 0)).sum();
   expect_error([&] { output.backward(); }, {"'bag.weight'", "metadata"});
+}
+
+// DDP-61, DDP-64
+LOCKSTEP_THREAD_TEST(DdpSparse, HooksSeeTheRowsAndMustKeepThem, 2) {
+  DistributedDataParallel ddp(seeded(Bag(true)), world.group());
+  int64_t rows_returned = 4;
+  std::optional<at::Tensor> seen;
+  ddp.register_comm_hook([&](GradBucket& bucket) {
+    if (!bucket.sparse_rows()) return completed_future(bucket.buffer());
+    seen = bucket.sparse_rows();
+    return completed_future(bucket.buffer().narrow(0, 0, rows_returned));
+  });
+  const auto step = [&] {
+    zero_grads(ddp);
+    ddp.set_sparse_metadata({{"bag.weight", at::tensor({1, 2, 3, 4})}});
+    ddp(rows_of(world, 0)).sum().backward();
+  };
+  step();
+  ASSERT_TRUE(seen);
+  EXPECT_TRUE(at::equal(*seen, at::tensor({1, 2, 3, 4})));
+  rows_returned = 3;
+  expect_error(step, {"3 rows, but the sparse metadata 4"});
 }
 
 // (D-5)
@@ -165,6 +199,11 @@ LOCKSTEP_THREAD_TEST(DdpKinds, ComplexParametersAreAveraged, 2) {
   }
   for (const bool as_view : {false, true}) {
     DistributedDataParallel ddp(Wave(), world.group(), {.gradient_as_bucket_view = as_view});
+    // Pairs of reals travel.
+    for (const auto& bucket : ddp.engine().reducer()->get_grad_buckets()) {
+      EXPECT_EQ(bucket.buffer().scalar_type(), at::kDouble);
+      EXPECT_EQ(bucket.buffer().numel(), bucket.parameters()[0].is_complex() ? 12 : 2);
+    }
     for (int step = 0; step < 3; ++step) {
       zero_grads(ddp);
       ddp(input_for(world.rank())).sum().backward();
@@ -290,6 +329,36 @@ LOCKSTEP_THREAD_TEST(DdpKinds, MixedPrecisionLeavesComplexParametersAndCastsSpar
   EXPECT_TRUE(sparse.module()->bag->weight.grad().is_sparse());
   EXPECT_EQ(sparse.module()->bag->weight.grad().scalar_type(), at::kFloat);
   EXPECT_EQ(sparse.module()->fc->weight.grad().scalar_type(), at::kFloat);
+
+  struct WatchedImpl : WaveImpl {
+    at::Tensor forward(const at::Tensor& input) {
+      seen = {phase.scalar_type(), real.scalar_type()};
+      low.emplace(real.storage().getWeakStorageImpl());
+      return WaveImpl::forward(input);
+    }
+    std::vector<at::ScalarType> seen;
+    std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> low;
+  };
+  const auto input_for = [](int rank) {
+    return at::full({1, 3}, c10::complex<double>(rank + 1, 1), at::kComplexDouble);
+  };
+  at::Tensor expected;
+  for (int rank = 0; rank < 2; ++rank) {
+    Wave alone;
+    alone->forward(input_for(rank)).sum().backward();
+    const auto half = alone->phase.grad() / 2;
+    expected = expected.defined() ? expected + half : half;
+  }
+  DistributedDataParallel ddp(std::make_shared<WatchedImpl>(), world.group(),
+                              {.mixed_precision = MixedPrecision{.param_dtype = at::kBFloat16}});
+  for (int step = 0; step < 2; ++step) {
+    zero_grads(ddp);
+    ddp(input_for(world.rank())).sum().backward();
+    EXPECT_EQ(ddp.module()->seen, (std::vector<at::ScalarType>{at::kComplexDouble, at::kBFloat16}));
+    EXPECT_TRUE(at::allclose(ddp.module()->phase.grad(), expected));
+    EXPECT_EQ(ddp.module()->real.grad().scalar_type(), at::kDouble);
+    EXPECT_TRUE(ddp.module()->low->expired()) << "copies are freed while nothing is computed";
+  }
 }
 
 // DDP-99

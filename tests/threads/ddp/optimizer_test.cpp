@@ -190,6 +190,35 @@ LOCKSTEP_THREAD_TEST(DdpDelayed, ReducesNamedParametersAtTheTrigger, 2) {
   }
 }
 
+struct TwoDtypesImpl : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& input) { return wide->forward(narrow->forward(input).to(at::kDouble)); }
+  torch::nn::Linear narrow = register_module("narrow", torch::nn::Linear(4, 3));
+  torch::nn::Linear wide = register_module("wide", torch::nn::Linear(3, 2));
+};
+TORCH_MODULE(TwoDtypes);
+
+// DDP-90
+LOCKSTEP_THREAD_TEST(DdpDelayed, HasABufferPerDtype, 2) {
+  TwoDtypes model;
+  model->wide->to(at::kDouble);
+  NamedTensors all;
+  for (const auto& item : model->named_parameters()) all.emplace_back(item.key(), item.value());
+  DistributedDataParallel ddp(
+      model, world.group(), {.delay_all_reduce_named_params = all, .param_to_hook_all_reduce = model->narrow->weight});
+  for (int step = 0; step < 2; ++step) {
+    zero_grads(ddp);
+    const auto loss = ddp(at::full({1, 4}, world.rank() + 1.0)).sum();
+    Recorder recorder;
+    loss.backward();
+    std::vector<std::pair<std::string, std::size_t>> sums;
+    for (const auto& event : recorder.events("launch")) sums.emplace_back(event.dtype, event.bytes);
+    EXPECT_EQ(sums, (std::vector<std::pair<std::string, std::size_t>>{{"Float", 15 * 4}, {"Double", 8 * 8}}));
+    EXPECT_TRUE(at::equal(model->wide->bias.grad(), at::ones({2}, at::kDouble)));
+    EXPECT_TRUE(model->narrow->weight.grad().is_alias_of(model->narrow->bias.grad()));
+    EXPECT_TRUE(model->wide->weight.grad().is_alias_of(model->wide->bias.grad()));
+  }
+}
+
 /// Gradients of the second layer are reduced late: when the first one's comes, or the weight's when its own has come.
 struct Delayed {
   Delayed(const World& world, bool is_own_trigger)

@@ -128,6 +128,13 @@ LOCKSTEP_THREAD_TEST(DdpMixedPrecision, TakesTheHookSlot, 2) {
         ddp.register_fused_optim([](auto parameters) { return std::make_shared<torch::optim::SGD>(parameters, 0.1); });
       },
       {"mixed_precision"});
+  auto stepping = mlp({4, 2});
+  apply_optimizer_in_backward(
+      [](auto parameters) { return std::make_shared<torch::optim::SGD>(std::move(parameters), 0.1); },
+      stepping->parameters());
+  DistributedDataParallel refused(stepping, world.group(), {.mixed_precision = kBf16});
+  expect_error([&] { refused(random_batch(1, 4, 1)); }, {"apply_optimizer_in_backward", "mixed_precision"});
+  remove_optimizers_in_backward(stepping->parameters());
 }
 
 // DDP-84

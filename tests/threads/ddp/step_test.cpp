@@ -1,12 +1,13 @@
 // What one training step does: gradients are those of one process with the whole batch, buckets go in plan order, and
 // steps that are not to be reduced are not.
-#include <thread>
-
 #include <torch/serialize.h>
 
+#include <atomic>
 #include <sstream>
+#include <thread>
 
 #include "tests/support/ddp_models.h"
+#include "tests/support/operator_counts.h"
 
 namespace lockstep {
 namespace {
@@ -63,6 +64,25 @@ LOCKSTEP_THREAD_TEST(DdpStepOptions, BatchedCopiesGiveTheSameBits, 2) {
   }
 }
 
+// DDP-11: one operation per bucket, and none with create_graph.
+LOCKSTEP_THREAD_TEST(DdpStepOptions, BatchedCopiesAreOnePerBucket, 2) {
+  const Warnings quiet;
+  for (const bool batched : {false, true}) {
+    DistributedDataParallel ddp(mlp({6, 5, 3}), world.group(), {.bucket_cap_mb = 0, .batched_grad_copy = batched});
+    const auto copies = [&](bool creates_graph) {
+      zero_grads(ddp);
+      const auto loss = ddp(random_batch(2, 6, 3)).pow(2).mean();
+      const testing::OperatorCounts counts;
+      loss.backward({}, creates_graph, creates_graph);
+      return counts.of("aten::_foreach_copy_");
+    };
+    EXPECT_EQ(copies(false), batched ? 1 : 0);
+    EXPECT_EQ(copies(false), batched ? 4 : 0) << "buckets are rebuilt by now";
+    EXPECT_EQ(copies(true), 0);
+    zero_grads(ddp);
+  }
+}
+
 // DDP-29, DDP-30, DDP-38
 LOCKSTEP_THREAD_TEST(DdpStepOptions, BucketsAreRebuiltInOrderAndLaunchedWhileBackwardRuns, 2) {
   // 40,400 bytes a layer: every layer fills a bucket, and none does with its weight alone.
@@ -107,25 +127,61 @@ LOCKSTEP_THREAD_TEST(DdpStepOptions, GradientsSurviveARebuild, 2) {
   }
 }
 
+/// Tells observers when it runs.
+struct ToldImpl : MlpImpl {
+  ToldImpl() : MlpImpl({4, 3}) { register_buffer("buffer", at::zeros({1})); }
+  at::Tensor forward(const at::Tensor& input) {
+    Event event;
+    event.kind = "ddp_forward";
+    event.state = "module";
+    announce(std::move(event));
+    return MlpImpl::forward(input);
+  }
+};
+TORCH_MODULE(Told);
+
 // DDP-33
 LOCKSTEP_THREAD_TEST(DdpStepOptions, PhasesComeInOrder, 2) {
-  auto module = mlp({4, 3});
-  module->register_buffer("buffer", at::zeros({1}));
-  DistributedDataParallel ddp(module, world.group());
-  std::vector<std::string> seen;
-  for (int step = 0; step < 2; ++step) {
+  using Phases = std::vector<std::string>;
+  const auto phases_of_step = [](auto& ddp) {
+    Phases seen;
     Recorder recorder;
+    const testing::OperatorCounts ranges;
     const auto output = ddp(random_batch(2, 4, 1));
-    seen.clear();
+    EXPECT_EQ(ranges.of("DistributedDataParallel.forward"), 1);
     for (const auto& event : recorder.events()) {
       if (event.kind == "ddp_forward") seen.push_back(event.state);
     }
     output.sum().backward();
-    if (step == 0) {
-      EXPECT_EQ(seen, (std::vector<std::string>{"set_up", "stats", "sync_buffers", "arm"}));
-    }
+    return seen;
+  };
+  DistributedDataParallel ddp(Told(), world.group());
+  EXPECT_EQ(phases_of_step(ddp), (Phases{"set_up", "stats", "sync_buffers", "module", "arm"}));
+  EXPECT_EQ(phases_of_step(ddp), (Phases{"stats", "rebuild", "sync_buffers", "module", "arm"}));
+  DistributedDataParallel hooked(Told(), world.group());
+  hooked.register_buffer_comm_hook([](BufferMap&) { return std::vector<FuturePtr>{completed_future(at::ones({1}))}; },
+                                   BufferHookLocation::kPostForward);
+  EXPECT_EQ(phases_of_step(hooked), (Phases{"set_up", "stats", "module", "buffer_hook", "arm"}));
+}
+
+struct KeepingImpl : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& input, const std::vector<at::Tensor>& others) {
+    seen = {input, others[0]};
+    return fc->forward(input);
   }
-  EXPECT_EQ(seen, (std::vector<std::string>{"stats", "rebuild", "sync_buffers", "arm"}));
+  torch::nn::Linear fc = register_module("fc", torch::nn::Linear(4, 2));
+  std::vector<at::Tensor> seen;
+};
+TORCH_MODULE(Keeping);
+
+// DDP-34
+LOCKSTEP_THREAD_TEST(DdpStepOptions, InputsAreLeftAloneWithoutDeviceIds, 2) {
+  DistributedDataParallel ddp(Keeping(), world.group());
+  const auto input = random_batch(2, 4, 1);
+  const std::vector<at::Tensor> others = {at::ones({3})};
+  ddp(input, others).sum().backward();
+  EXPECT_TRUE(ddp.module()->seen[0].is_same(input));
+  EXPECT_TRUE(ddp.module()->seen[1].is_same(others[0]));
 }
 
 // DDP-35
@@ -188,7 +244,8 @@ LOCKSTEP_THREAD_TEST(DdpStepOptions, ParameterUsedOutsideForwardIsNamed, 2) {
   const auto outside = ddp.module()->layers[1]->forward(random_batch(2, 3, 1)).sum();
   auto output = ddp(random_batch(2, 4, 1));
   output.register_hook([&](const at::Tensor&) { outside.backward({}, /*retain_graph=*/true); });
-  expect_error([&] { output.sum().backward(); }, {"second time", "layer", "static_graph"});
+  expect_error([&] { output.sum().backward(); }, {"second time", "'layer1.", "used outside of the wrapper's forward()",
+                                                  "activation checkpointing", "static_graph"});
 }
 
 // DDP-41
@@ -196,9 +253,14 @@ LOCKSTEP_THREAD_TEST(DdpStepOptions, UnfinishedReductionIsNamedWithItsRemedy, 2)
   DistributedDataParallel ddp(seeded(Branchy()), world.group());
   ddp(random_batch(2, 4, 1), true, false).sum().backward();
   expect_error([&] { ddp.check_finalized(); },
-               {"rank " + std::to_string(world.rank()), "'right.weight'", "'right.bias'"});
+               {"rank " + std::to_string(world.rank()), "'right.weight', 'right.bias' (4, 5)"});
   expect_error([&] { ddp(random_batch(2, 4, 1), true, true); }, {"'right.weight'", "find_unused_parameters"});
   EXPECT_EQ(ddp.get_ddp_logging_data().ints_map.at("has_error"), 1);
+  // With a search, only a backward that leaves out what it could reach.
+  DistributedDataParallel searching(seeded(Branchy()), world.group(), {.find_unused_parameters = true});
+  const std::vector<at::Tensor> some = {searching.module()->left->weight};
+  searching(random_batch(2, 4, 1), true, true).sum().backward({}, false, false, at::TensorList(some));
+  expect_error([&] { searching(random_batch(2, 4, 1), true, true); }, {"'trunk.weight'", "could not look into"});
   barrier(world.group());
 }
 
@@ -254,13 +316,35 @@ LOCKSTEP_THREAD_TEST(DdpStepOptions, ReadyTimesAreReadable, 2) {
 
 // DDP-44
 LOCKSTEP_THREAD_TEST(DdpStepOptions, CreateGraphReducesFirstOrderOnly, 2) {
+  const Warnings warnings;
   DistributedDataParallel ddp(mlp({4, 3}), world.group());
   const auto input = at::full({1, 4}, world.rank() + 1.0);
   ddp(input).pow(2).sum().backward({}, /*retain_graph=*/true, /*create_graph=*/true);
   const auto all = at::empty({2, 12});
   all_gather_into_tensor(all, ddp.module()->layers[0]->weight.grad().detach().reshape({1, 12}), world.group());
   EXPECT_TRUE(at::equal(all[0], all[1]));
+  EXPECT_GE(warnings.count("gradients of gradients are"), 1);
   zero_grads(ddp);
+}
+
+// DDP-44
+LOCKSTEP_THREAD_TEST(DdpStepOptions, OtherThreadsMayAskWhileItTrains, 2) {
+  DistributedDataParallel ddp(mlp({4, 4, 3}), world.group(), {.bucket_cap_mb = 0});
+  std::atomic<bool> is_over = false;
+  int64_t last = 0;
+  std::thread asking([&] {
+    while (!is_over) {
+      const auto step = ddp.engine().reducer()->last_step();
+      EXPECT_GE(step.iteration, last);
+      EXPECT_LE(step.iteration, ddp.engine().reducer()->iterations());
+      last = step.iteration;
+      EXPECT_LE(ddp.get_ddp_logging_data().ints_map.at("iteration"), 50);
+    }
+  });
+  for (int step = 0; step < 50; ++step) ddp(random_batch(2, 4, step)).sum().backward();
+  is_over = true;
+  asking.join();
+  EXPECT_EQ(ddp.engine().reducer()->last_step().iteration, 50);
 }
 
 // DDP-45

@@ -8,7 +8,7 @@
 namespace lockstep::detail {
 namespace {
 
-//
+//
 TEST(ModuleWatch, NoticesWhatHasComeGoneOrChanged) {
   torch::nn::ModuleList model(torch::nn::Linear(2, 2), torch::nn::ModuleList(torch::nn::Linear(2, 2)));
   ModuleWatch watch;

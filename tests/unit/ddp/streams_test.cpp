@@ -12,7 +12,7 @@ const c10::Device kPretended(c10::kMeta);
 
 using StreamJoinTest = NotedStreamsTest;
 
-// D-13
+// (D-13)
 TEST_F(StreamJoinTest, LetsTheCurrentStreamWaitForTheOthers) {
   StreamJoin join;
   for (const c10::StreamId id : {3, 4, 3, 5}) {
@@ -28,7 +28,7 @@ TEST_F(StreamJoinTest, LetsTheCurrentStreamWaitForTheOthers) {
   EXPECT_EQ(notes(), Notes{});
 }
 
-// D-13
+// (D-13)
 TEST_F(StreamJoinTest, HasNothingToDoForOneStreamOrTheHost) {
   StreamJoin join;
   join.note(c10::Device(c10::kCPU));
@@ -46,7 +46,7 @@ TEST_F(StreamJoinTest, KeepsTheMemoryOfWhatItReads) {
 
 using InputMoverTest = NotedStreamsTest;
 
-// D-17
+// (D-17)
 TEST_F(InputMoverTest, TakesOneStreamForAllInputs) {
   const auto first = streams_.next_pooled;
   for (int i = 0; i < 2; ++i) EXPECT_TRUE(move_input(at::ones({2}), kPretended).is_meta());
