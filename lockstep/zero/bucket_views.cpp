@@ -2,14 +2,40 @@
 
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
+#include <utility>
+
 #include "lockstep/comm/collectives.h"
 
 namespace lockstep::detail {
+namespace {
+
+using PerRank = std::vector<std::vector<at::Tensor>>;
+
+/// In the order in which dtypes appear, which is the same on all ranks: each knows what all have.
+std::vector<PerRank> by_dtype(const PerRank& per_rank) {
+  std::vector<std::pair<at::ScalarType, PerRank>> found;
+  for (std::size_t rank = 0; rank < per_rank.size(); ++rank) {
+    for (const auto& parameter : per_rank[rank]) {
+      auto place = std::find_if(found.begin(), found.end(),
+                                [&](const auto& each) { return each.first == parameter.scalar_type(); });
+      if (place == found.end()) place = found.insert(place, {parameter.scalar_type(), PerRank(per_rank.size())});
+      place->second[rank].push_back(parameter);
+    }
+  }
+  std::vector<PerRank> lists;
+  for (auto& [dtype, parameters] : found) lists.push_back(std::move(parameters));
+  return lists;
+}
+
+}  // namespace
 
 BucketViews::BucketViews(const DeviceParameters& parameters, const GroupPtr& group) {
   for (const auto& [device, per_rank] : parameters) {
-    auto& buckets = buckets_.emplace_back();
-    for (const auto& each : per_rank) buckets.push_back(made_bucket(each, device, group));
+    for (const auto& of_dtype : by_dtype(per_rank)) {
+      auto& buckets = buckets_.emplace_back();
+      for (const auto& each : of_dtype) buckets.push_back(made_bucket(each, device, group));
+    }
   }
 }
 

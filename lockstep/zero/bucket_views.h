@@ -1,5 +1,5 @@
-// Parameters as views of flat buckets: one bucket for each rank and device, which holds the trainable parameters of
-// that rank's share in their order. A bucket is sent as it is. Internal to zero.
+// Parameters as views of flat buckets: one bucket for each rank, device and dtype, which holds the trainable parameters
+// of that rank's share in their order. A bucket is sent as it is. Internal to zero.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,12 +22,13 @@ class BucketViews {
   /// become contiguous. Local; all ranks must have the same devices in the same order.
   BucketViews(const DeviceParameters& parameters, const GroupPtr& group);
 
-  /// By device and rank. One without a trainable parameter holds one zero, so that all ranks send as often.
+  /// By device and dtype, and by rank. One without a trainable parameter holds one zero, so that all ranks send as
+  /// often.
   const std::vector<std::vector<at::Tensor>>& buckets() const { return buckets_; }
   /// Those that hold parameters.
   const std::vector<FlatShard>& flat_buffers() const { return flat_; }
 
-  /// Sends every rank's buckets to all: rank by rank, device by device. Collective and blocking.
+  /// Sends every rank's buckets to all: rank by rank, device by device, dtype by dtype. Collective and blocking.
   void sync(const GroupPtr& group) const;
 
   int64_t bytes() const;

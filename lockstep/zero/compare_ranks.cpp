@@ -106,6 +106,8 @@ void ZeroOptimizer::compare_once() {
   }
   const LabelScope label({kWhat});
   auto facts = detail::facts_of(parameter_groups());
+  facts.emplace_back("ZeroOptions::master_dtype",
+                     options_.master_dtype ? lockstep::str(*options_.master_dtype) : "not given");
   facts.emplace_back("how often state was loaded", str(loads_));
   facts.emplace_back("the state loaded last", loaded_);
   std::string all_facts;

@@ -10,6 +10,7 @@
 #include "lockstep/comm/values.h"
 #include "lockstep/ddp/averaging_group.h"
 #include "lockstep/ddp/engine.h"
+#include "lockstep/zero/master_weights.h"
 #include "lockstep/zero/optimizer.h"
 #include "lockstep/zero/sharding.h"
 
@@ -70,6 +71,7 @@ void ZeroOptimizer::prepare_for_state(const char* what) {
   sharding_->check_has_state(what);
   // State is counted by the elements' order in memory, so parameters must lie as they did.
   notice_changes();
+  sharding_->follow_parameters();
   sharding_->take_options();
 }
 
@@ -152,8 +154,13 @@ void ZeroOptimizer::check_kind(const OptimizerStateDict& dict) const {
     std::vector<std::string> names;
     for (const auto& [name, value] : values) names.push_back(name);
     if (!seen.insert(std::move(names)).second) continue;
+    const bool has_master = values.contains(detail::kMasterName);
+    TORCH_CHECK(!has_master || options_.master_dtype, who(), ": the state of parameter ", index, " has a master of ",
+                "more precision than the parameter, which would be lost. Set ZeroOptions::master_dtype.");
+    if (has_master && values.size() == 1) continue;
     // Tried on a parameter of one element, so that ranks whose shard is empty notice it too.
     OptimizerStateDict tried{.state = {{0, values}}, .param_groups = {{.options = {}, .params = {0}}}};
+    tried.state.at(0).erase(detail::kMasterName);
     for (auto& [name, value] : tried.state.at(0)) {
       if (value.isTensor() && value.toTensor().dim() > 0) {
         value = at::zeros({1}, value.toTensor().options().layout(at::kStrided));

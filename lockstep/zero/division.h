@@ -55,10 +55,10 @@ class Division {
   /// Gives all ranks every rank's shard of the parameters. Collective and blocking.
   virtual void sync() = 0;
 
-  /// This rank's state. Tensors are views of it.
-  virtual std::vector<StatePiece> pieces(const torch::optim::Optimizer& local) const = 0;
-  /// The state the source has for this rank's shard, as local optimizers take it, without options. May cut
-  /// local_parameters() anew.
+  /// This rank's state, given that of local_parameters(). Tensors are views of it.
+  virtual std::vector<StatePiece> pieces(const OptimizerStateDict& local) const = 0;
+  /// The state the source has for this rank's shard, as local optimizers take it, in the dtypes the source has it in
+  /// and without options. May cut local_parameters() anew.
   virtual OptimizerStateDict load(const StateSource& source) = 0;
 
   virtual ShardingBytes bytes() const = 0;

@@ -85,18 +85,18 @@ void ElementSlices::on_trainability_change() {
   std::vector<std::vector<at::Tensor>> lists = given_blocks_;
   int64_t index = 0;
   for (std::size_t i = 0; i < groups_.size(); ++i) {
-    std::vector<std::pair<c10::Device, std::vector<at::Tensor>>> by_device;
+    std::vector<std::vector<at::Tensor>> alike;  // on one device, of one dtype
     for (const auto& parameter : groups_[i]) {
       const Member member{.index = index++, .group = i, .parameter = parameter};
       if (!parameter.requires_grad() || placed.contains(parameter.unsafeGetTensorImpl())) continue;
       missing.emplace(parameter.unsafeGetTensorImpl(), member);
-      auto found = std::find_if(by_device.begin(), by_device.end(),
-                                [&](const auto& each) { return each.first == parameter.device(); });
-      if (found == by_device.end()) found = by_device.insert(found, {parameter.device(), {}});
-      found->second.push_back(parameter);
+      const auto found = std::find_if(alike.begin(), alike.end(), [&](const auto& each) {
+        return each.front().device() == parameter.device() && each.front().dtype() == parameter.dtype();
+      });
+      (found == alike.end() ? alike.emplace_back() : *found).push_back(parameter);
     }
     if (!given_blocks_.empty()) continue;
-    for (auto& [device, parameters] : by_device) lists.push_back(std::move(parameters));
+    std::move(alike.begin(), alike.end(), std::back_inserter(lists));
   }
   if (missing.empty()) return;
   for (const auto& parameters : lists) {
@@ -286,13 +286,12 @@ void ElementSlices::sync() {
   for (auto& each : pending) each.wait();
 }
 
-std::vector<StatePiece> ElementSlices::pieces(const torch::optim::Optimizer& local) const {
-  const auto dict = state_dict_of(local);
+std::vector<StatePiece> ElementSlices::pieces(const OptimizerStateDict& local) const {
   std::vector<StatePiece> pieces;
   int64_t position = 0;
   for_each_run(blocks_, [&](std::size_t, const Block& block, const Run& run) {
-    const auto found = dict.state.find(position++);
-    if (found == dict.state.end()) return;
+    const auto found = local.state.find(position++);
+    if (found == local.state.end()) return;
     for (std::size_t i = run.first; i < run.last; ++i) {
       const auto& piece = block.pieces[i];
       auto values = found->second;
@@ -338,10 +337,7 @@ NamedValues ElementSlices::joined(const PieceValues& values, const Run& run, con
     }
     std::vector<at::Tensor> parts;
     for (std::size_t i = run.first; i < run.last; ++i) parts.push_back(values[i]->at(name).toTensor());
-    const auto& buffer = block.flat.buffer();
-    const auto all = at::cat(parts).to(buffer.device());
-    // As Python does: a save may be of a run in another precision.
-    state.emplace(name, all.is_floating_point() && buffer.is_floating_point() ? all.to(buffer.scalar_type()) : all);
+    state.emplace(name, at::cat(parts).to(block.flat.buffer().device()));
   }
   return state;
 }

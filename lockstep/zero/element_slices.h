@@ -1,6 +1,6 @@
-// Division by elements: the trainable parameters of a group lie in one flat buffer (a block), of which every rank steps
-// an equal slice; one all-gather in place gives all ranks the rest. In ZeRO's second stage DDP's buckets are the
-// blocks, and gradients come in slices too. Internal to zero.
+// Division by elements: the trainable parameters of a group lie in one flat buffer (a block) for each dtype, of which
+// every rank steps an equal slice; one all-gather in place gives all ranks the rest. In ZeRO's second stage DDP's
+// buckets are the blocks, and gradients come in slices too. Internal to zero.
 //
 // The local optimizer sees its slice as few long parameters (runs). A run is cut at the borders of parameters where
 // their state would differ: if some got no gradient in a step, or were loaded with other step counts. So the result is
@@ -48,7 +48,7 @@ class ElementSlices final : public Division {
   std::vector<at::Tensor> own_gradients() const override;
   std::vector<const FlatShard*> flat_buffers() const override;
   void sync() override;
-  std::vector<StatePiece> pieces(const torch::optim::Optimizer& local) const override;
+  std::vector<StatePiece> pieces(const OptimizerStateDict& local) const override;
   OptimizerStateDict load(const StateSource& source) override;
   ShardingBytes bytes() const override;
 

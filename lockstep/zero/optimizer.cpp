@@ -79,7 +79,10 @@ ZeroOptimizer::ZeroOptimizer(const Groups& groups, LocalOptimizerType type, Zero
   for (const auto& group : groups) append_group(group);
   default_device_ = all_parameters().front().device();
   partition_.emplace(*this, options_.stage == ZeroStage::kReplicated ? 1 : group_->getSize(), who());
-  for (const auto& parameter : all_parameters()) is_trainable_.push_back(parameter.requires_grad());
+  for (const auto& parameter : all_parameters()) {
+    is_trainable_.push_back(parameter.requires_grad());
+    dtypes_.push_back(parameter.scalar_type());
+  }
   if (!options_.params_per_rank.empty()) partition_->partition(options_.params_per_rank);
   try {
     sharding_ = made_sharding();
@@ -97,7 +100,7 @@ ZeroOptimizer::~ZeroOptimizer() {
 
 std::shared_ptr<detail::Sharding> ZeroOptimizer::made_sharding() {
   if (options_.overlap_with_ddp) return std::make_shared<detail::ZeroOverlap>(*this);
-  return std::make_shared<detail::ShardedStep>(*this, type_, made_division(), who());
+  return std::make_shared<detail::ShardedStep>(*this, type_, made_division(), options_.master_dtype, who());
 }
 
 std::unique_ptr<detail::Division> ZeroOptimizer::made_division() {
@@ -165,8 +168,10 @@ void ZeroOptimizer::take_in_groups() {
   partition_->clear();
   sharding_->on_group_change();
   const auto parameters = all_parameters();
-  for (auto i = is_trainable_.size(); i < parameters.size(); ++i)
+  for (auto i = is_trainable_.size(); i < parameters.size(); ++i) {
     is_trainable_.push_back(parameters[i].requires_grad());
+    dtypes_.push_back(parameters[i].scalar_type());
+  }
   consolidated_.reset();
   must_compare_ = true;
 }
@@ -217,6 +222,13 @@ void ZeroOptimizer::notice_moved_parameters() {
   const bool has_moved =
       std::any_of(buffers.begin(), buffers.end(), [](const auto* each) { return each->has_moved(); });
   if (has_moved) detail::take_back_moved(buffers, parameter_groups(), who());
+  // Those that keep their own memory: state, masters and messages are of the dtype they had.
+  const auto parameters = all_parameters();
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    TORCH_CHECK(parameters[i].scalar_type() == dtypes_[i], who(), ": parameter ", i, " was of ", dtypes_[i],
+                " when the optimizer was made, and is of ", parameters[i].scalar_type(),
+                " now. Make the optimizer anew after such a change.");
+  }
 }
 
 void ZeroOptimizer::notice_changes() {

@@ -135,6 +135,7 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Sh
   void append_group(const torch::optim::OptimizerParamGroup& group);
   void check_stage() const;
   void check_state_can_be_loaded() const;
+  void check_masters() const;
   void check_names(const std::vector<std::vector<at::Tensor>>& groups) const;
   bool has_sharded_gradients() const { return options_.stage == ZeroStage::kGradients; }
   /// The option by which groups stay as they are, and parameters as trainable as they are; null if they may change.
@@ -149,7 +150,8 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Sh
   void take_in_groups();
   void notice_new_groups();
   void notice_trainability();
-  /// Parameters that torch::load(), to() or set_data() took out of the buffers they lie in are taken back.
+  /// Parameters that torch::load(), to() or set_data() took out of the buffers they lie in are taken back; those of
+  /// another dtype are refused.
   void notice_moved_parameters();
   /// What programs may have done since the last step to groups and to the parameters' memory.
   void notice_changes();
@@ -198,6 +200,7 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Sh
   std::shared_ptr<detail::Sharding> sharding_;
   std::vector<std::vector<const void*>> known_;  // parameters by group, as of the last step
   std::vector<bool> is_trainable_;               // by index
+  std::vector<at::ScalarType> dtypes_;           // by index
   std::optional<OptimizerStateDict> consolidated_;
   int64_t steps_since_consolidation_ = 0;
 

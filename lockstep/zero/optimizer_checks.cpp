@@ -15,6 +15,7 @@ void ZeroOptimizer::check_arguments(const std::vector<torch::optim::OptimizerPar
               " cannot be sharded: what it does to one parameter depends on all of them");
   check_stage();
   check_state_can_be_loaded();
+  check_masters();
   if (options_.overlap_with_ddp) check_overlap(groups);
   const bool is_by_elements = is_sharded && options_.partition == ZeroPartition::kElements;
   TORCH_CHECK(!is_by_elements || type_.is_elementwise, who(), ": ", type_.name,
@@ -73,6 +74,17 @@ void ZeroOptimizer::check_stage() const {
               " divides by elements. Leave partition and parameters_as_bucket_view as they are.");
   TORCH_CHECK(options_.ddp.engine(), who(), ": ", name, " needs the DistributedDataParallel that computes the ",
               "gradients. Give it as ZeroOptions{.stage = ", name, ", .ddp = ddp}.");
+}
+
+void ZeroOptimizer::check_masters() const {
+  const auto& dtype = options_.master_dtype;
+  if (!dtype) return;
+  TORCH_CHECK(dtype == at::kFloat || dtype == at::kDouble, who(), ": masters cannot be of ", *dtype,
+              ". Set master_dtype to at::kFloat or at::kDouble.");
+  TORCH_CHECK(!options_.overlap_with_ddp, who(), ": master_dtype is not for overlap_with_ddp, whose steps are part of ",
+              "backward. Use one of them.");
+  TORCH_CHECK(!type_.needs_all_parameters, who(), ": ", type_.name, " runs its closure several times in a step, which ",
+              "would see parameters that masters were not rounded into. Leave master_dtype out.");
 }
 
 void ZeroOptimizer::check_overlap(const std::vector<torch::optim::OptimizerParamGroup>& groups) const {

@@ -55,6 +55,10 @@ struct ZeroOptions {
   /// kElements divides evenly whatever the sizes are; for optimizers that treat every element alike. Parameters then
   /// become views of flat tensors. Not given: kElements with ZeroStage::kGradients, which needs it, else kParameters.
   std::optional<ZeroPartition> partition = std::nullopt;
+  /// Parameters of less precision, such as at::kBFloat16 and at::kHalf, are stepped as masters of this dtype,
+  /// at::kFloat or at::kDouble, of which every rank has those of its shard; they get the results rounded. Masters are
+  /// part of the state, and follow parameters that are changed from outside. Not with overlap_with_ddp.
+  std::optional<at::ScalarType> master_dtype = std::nullopt;
   /// Instead of a computed partition: for every rank its parameters. Some may be in no list; nobody updates those. One
   /// parameter group only.
   std::vector<std::vector<at::Tensor>> params_per_rank = {};

@@ -27,8 +27,7 @@ std::string place_of(const ParameterGroups& groups, const at::Tensor& parameter)
 }
 
 bool is_same_type(const at::Tensor& one, const at::Tensor& other) {
-  return one.scalar_type() == other.scalar_type() && one.layout() == other.layout() &&
-         one.device().type() == other.device().type();
+  return one.layout() == other.layout() && one.device().type() == other.device().type();
 }
 
 }  // namespace
@@ -54,12 +53,12 @@ void check_parameters(const ParameterGroups& groups, const std::string& who) {
                   "small as it is: use an ordinary optimizer, and fully_shard() to divide it further.");
       if (first == nullptr) {
         TORCH_CHECK(parameter.layout() == at::kStrided, who, ": ", here, " is ", type_text(parameter),
-                    ". All parameters must be of one dense type.");
+                    ". All parameters must be dense.");
         first = &parameter;
         first_place = here;
       }
       TORCH_CHECK(is_same_type(*first, parameter), who, ": ", first_place, " is ", type_text(*first), ", ", here,
-                  " is ", type_text(parameter), ". All parameters must be of one dense type.");
+                  " is ", type_text(parameter), ". All parameters must be dense and on one type of device.");
       const auto [before, is_new] = seen.emplace(parameter.unsafeGetTensorImpl(), here);
       TORCH_CHECK(is_new, who, ": ", before->second, " and ", here, " are the same tensor. List it once.");
     }

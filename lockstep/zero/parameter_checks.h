@@ -13,8 +13,8 @@ namespace lockstep::detail {
 
 using ParameterGroups = std::vector<std::vector<at::Tensor>>;
 
-/// Throws, naming groups and positions, unless all are defined leaves of one dense dtype and one type of device, each
-/// listed once, and there is at least one. `who` opens the message.
+/// Throws, naming groups and positions, unless all are defined dense leaves on one type of device, each listed once,
+/// and there is at least one. `who` opens the message.
 void check_parameters(const ParameterGroups& groups, const std::string& who);
 
 /// Throws, naming both, if two parameters share memory: where they are divided, they would be updated apart.

@@ -32,19 +32,20 @@ ParameterSync::ParameterSync(const std::vector<std::vector<at::Tensor>>& per_ran
       if (parameter.numel() >= kLargeElements && parameter.is_non_overlapping_and_dense()) {
         large_[rank].push_back({parameter, memory_order_of(parameter)});
       } else if (parameter.numel() > 0) {
-        packed_on(parameter.device()).parameters[rank].push_back(parameter);
+        packed_with(parameter).parameters[rank].push_back(parameter);
       }
     }
   }
   for (auto& packed : packed_) allocate(packed);
 }
 
-ParameterSync::Packed& ParameterSync::packed_on(c10::Device device) {
+ParameterSync::Packed& ParameterSync::packed_with(const at::Tensor& parameter) {
   for (auto& packed : packed_) {
-    if (packed.device == device) return packed;
+    if (packed.device == parameter.device() && packed.dtype == parameter.scalar_type()) return packed;
   }
-  return packed_.emplace_back(
-      Packed{.device = device, .parameters = std::vector<std::vector<at::Tensor>>(large_.size())});
+  return packed_.emplace_back(Packed{.device = parameter.device(),
+                                     .dtype = parameter.scalar_type(),
+                                     .parameters = std::vector<std::vector<at::Tensor>>(large_.size())});
 }
 
 void ParameterSync::allocate(Packed& packed) const {

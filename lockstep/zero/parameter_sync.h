@@ -16,7 +16,7 @@ class ParameterSync {
   /// Parameters with at least this many elements are broadcast one by one, if they have no gaps.
   static constexpr int64_t kLargeElements = 128 << 10;
 
-  /// By rank, the parameters it sends, all of one dtype. Local.
+  /// By rank, the parameters it sends. Local.
   explicit ParameterSync(const std::vector<std::vector<at::Tensor>>& per_rank, GroupPtr group);
 
   /// Collective and blocking.
@@ -29,9 +29,10 @@ class ParameterSync {
     at::Tensor parameter;
     std::vector<int64_t> memory_order;  // in which all ranks send it
   };
-  /// Small parameters on one device, by rank, and their places in a buffer.
+  /// Small parameters of one dtype on one device, by rank, and their places in a buffer.
   struct Packed {
     c10::Device device;
+    at::ScalarType dtype;
     std::vector<std::vector<at::Tensor>> parameters = {};
     std::vector<std::vector<at::Tensor>> places = {};
     std::vector<at::Tensor> runs = {};  // of each rank
@@ -39,7 +40,7 @@ class ParameterSync {
     bool is_even = false;  // runs are as long as each other
   };
 
-  Packed& packed_on(c10::Device device);
+  Packed& packed_with(const at::Tensor& parameter);
   void allocate(Packed& packed) const;
   void send(Packed& packed) const;
 

@@ -9,8 +9,9 @@
 namespace lockstep::detail {
 
 ShardedStep::ShardedStep(torch::optim::Optimizer& whole, const LocalOptimizerType& type,
-                         std::unique_ptr<Division> division, std::string who)
-    : whole_(whole), type_(type), division_(std::move(division)), who_(std::move(who)) {
+                         std::unique_ptr<Division> division, std::optional<at::ScalarType> master_dtype,
+                         std::string who)
+    : whole_(whole), type_(type), division_(std::move(division)), who_(std::move(who)), masters_(master_dtype, who_) {
   division_->set_groups(whole_groups());
   local_ = type_.make(local_groups());
   copy_options(*local_, whole_);
@@ -22,9 +23,9 @@ std::vector<std::vector<at::Tensor>> ShardedStep::whole_groups() const {
   return groups;
 }
 
-LocalOptimizerType::Groups ShardedStep::local_groups() const {
+LocalOptimizerType::Groups ShardedStep::local_groups() {
   LocalOptimizerType::Groups groups;
-  const auto parameters = division_->local_parameters();
+  const auto parameters = masters_.stepped_in_place_of(division_->local_parameters());
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     groups.emplace_back(parameters[i], whole_.param_groups()[i].options().clone());
   }
@@ -65,13 +66,23 @@ void ShardedStep::on_trainability_change() {
   rebuild_local(source_of(held));
 }
 
+OptimizerStateDict ShardedStep::local_state() const {
+  auto state = state_dict_of(*local_);
+  masters_.add_to(state);
+  return state;
+}
+
 void ShardedStep::rebuild_local(const StateSource& source) {
   auto loaded = division_->load(source);
+  const auto groups = local_groups();
+  const auto masters = masters_.taken_from(loaded);
+  masters_.cast(loaded);
   // Some optimizers have state from the start.
-  auto dict = state_dict_of(*type_.make(local_groups()));
+  auto dict = state_dict_of(*type_.make(groups));
   for (auto& [position, values] : loaded.state) dict.state[position] = std::move(values);
   // In place: an optimizer of a program's own may have members that no dictionary knows.
-  auto parameters = division_->local_parameters();
+  std::vector<std::vector<at::Tensor>> parameters;
+  for (const auto& group : groups) parameters.push_back(group.params());
   exchange_parameters(parameters);
   try {
     load_state_dict(*local_, dict);
@@ -79,6 +90,7 @@ void ShardedStep::rebuild_local(const StateSource& source) {
     exchange_parameters(parameters);
     throw;
   }
+  masters_.set(masters);
   copy_options(whole_, *local_);
 }
 
@@ -87,7 +99,13 @@ void ShardedStep::exchange_parameters(std::vector<std::vector<at::Tensor>>& para
 }
 
 void ShardedStep::load(const StateSource& source) {
-  if (division_->takes_gradients_in_place()) return load_state_dict(*local_, division_->load(source));
+  if (division_->takes_gradients_in_place()) {
+    auto loaded = division_->load(source);
+    const auto masters = masters_.taken_from(loaded);
+    masters_.cast(loaded);
+    load_state_dict(*local_, loaded);
+    return masters_.set(masters);
+  }
   const auto held = pieces();
   try {
     rebuild_local(source);
@@ -99,7 +117,8 @@ void ShardedStep::load(const StateSource& source) {
 
 at::Tensor ShardedStep::step(const LocalStep& local_step, torch::optim::Optimizer::LossClosure closure) {
   at::Tensor loss;
-  if (!division_->takes_gradients_in_place()) {
+  masters_.follow_parameters();
+  if (!division_->takes_gradients_in_place() || masters_.are_wanted()) {
     if (closure) {
       const at::AutoGradMode with_grad(true);
       loss = std::exchange(closure, nullptr)();
@@ -109,6 +128,7 @@ at::Tensor ShardedStep::step(const LocalStep& local_step, torch::optim::Optimize
   copy_options(whole_, *local_);
   const auto local_loss = local_step(*local_, closure);
   if (local_loss.defined()) loss = local_loss;
+  masters_.write_back();
   copy_options(*local_, whole_);
   division_->drop_gradients();
   return loss;
@@ -116,7 +136,7 @@ at::Tensor ShardedStep::step(const LocalStep& local_step, torch::optim::Optimize
 
 ShardingBytes ShardedStep::bytes() const {
   auto bytes = division_->bytes();
-  for (const auto& [position, values] : state_dict_of(*local_).state) bytes.state += bytes_of(values);
+  for (const auto& [position, values] : local_state().state) bytes.state += bytes_of(values);
   return bytes;
 }
 
@@ -133,6 +153,7 @@ void ShardedStep::take_gradients() {
     rebuild_local(source_of(held));
   }
   division_->take_gradients();
+  masters_.take_gradients();
 }
 
 }  // namespace lockstep::detail

@@ -1,20 +1,24 @@
 // The step between backwards: a local optimizer that holds this rank's shard of the parameters, as a Division cuts it,
-// under the options of the whole groups. Internal to zero; made by ZeroOptimizer.
+// under the options of the whole groups; or masters of them, where such are wanted. Internal to zero; made by
+// ZeroOptimizer.
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "lockstep/zero/local_optimizer.h"
+#include "lockstep/zero/master_weights.h"
 #include "lockstep/zero/sharding.h"
 
 namespace lockstep::detail {
 
 class ShardedStep final : public Sharding {
  public:
-  /// `whole` has the groups that programs see; they are divided at once. `who` opens messages.
+  /// `whole` has the groups that programs see; they are divided at once. `master_dtype` as of ZeroOptions. `who` opens
+  /// messages.
   ShardedStep(torch::optim::Optimizer& whole, const LocalOptimizerType& type, std::unique_ptr<Division> division,
-              std::string who);
+              std::optional<at::ScalarType> master_dtype, std::string who);
 
   void on_group_change() override;
   void on_trainability_change() override;
@@ -25,14 +29,18 @@ class ShardedStep final : public Sharding {
   void drop_gradients() override { division_->drop_gradients(); }
   void check_has_state(const char* /*what*/) const override {}
   void take_options() override { copy_options(whole_, *local_); }
-  std::vector<StatePiece> pieces() const override { return division_->pieces(*local_); }
+  void follow_parameters() override { masters_.follow_parameters(); }
+  std::vector<StatePiece> pieces() const override { return division_->pieces(local_state()); }
   void load(const StateSource& source) override;
   ShardingBytes bytes() const override;
   torch::optim::Optimizer* local() override { return local_.get(); }
 
  private:
   std::vector<std::vector<at::Tensor>> whole_groups() const;
-  LocalOptimizerType::Groups local_groups() const;
+  /// What the local optimizer steps; makes masters of what has none yet.
+  LocalOptimizerType::Groups local_groups();
+  /// The local optimizer's, with masters.
+  OptimizerStateDict local_state() const;
   void copy_options(torch::optim::Optimizer& from, torch::optim::Optimizer& to) const;
   void assign_options(const torch::optim::OptimizerOptions& from, torch::optim::OptimizerParamGroup& to) const;
   /// Lets the division cut the shard anew, and gives it to the local optimizer with this state. If the optimizer throws
@@ -45,6 +53,7 @@ class ShardedStep final : public Sharding {
   const LocalOptimizerType& type_;
   const std::unique_ptr<Division> division_;
   const std::string who_;
+  MasterWeights masters_;
   std::unique_ptr<torch::optim::Optimizer> local_;
   bool has_warned_of_whole_gradients_ = false;
 };

@@ -48,6 +48,8 @@ class Sharding {
   virtual void check_has_state(const char* what) const = 0;
   /// Gives the local optimizer the options of the optimizer's groups.
   virtual void take_options() = 0;
+  /// Parameters may have got other values since the last step; what is kept beside them takes those. Local.
+  virtual void follow_parameters() {}
   /// This rank's state. Tensors are views of it.
   virtual std::vector<StatePiece> pieces() const = 0;
   /// Takes the state of this rank's shard. Changes nothing if it throws.

@@ -5,23 +5,17 @@
 namespace lockstep::detail {
 namespace {
 
-/// Copies where the parameter is and, if they have its sizes, of its dtype and laid out like it: fused kernels want
-/// that.
+/// Copies where the parameter is and, if they have its sizes, laid out like it: fused kernels want that.
 NamedValues placed_beside(const at::Tensor& parameter, const NamedValues& values) {
   auto copies = copied_to(values, parameter.device());
   for (auto& [name, value] : copies) {
     if (!value.isTensor()) continue;
-    auto tensor = value.toTensor();
+    const auto tensor = value.toTensor();
     if (tensor.dim() == 0 && parameter.dim() > 0) {
       // Counters such as a step are read by the host in every step.
       value = tensor.cpu();
-    } else if (tensor.sizes() == parameter.sizes()) {
-      // As Python does: a save may be of a run in another precision.
-      if (tensor.is_floating_point() && parameter.is_floating_point()) tensor = tensor.to(parameter.scalar_type());
-      if (tensor.strides() != parameter.strides()) {
-        tensor = unflattened_like(flattened_like(tensor, parameter), parameter);
-      }
-      value = tensor;
+    } else if (tensor.sizes() == parameter.sizes() && tensor.strides() != parameter.strides()) {
+      value = unflattened_like(flattened_like(tensor, parameter), parameter);
     }
   }
   return copies;
@@ -91,17 +85,16 @@ void WholeParameters::sync() {
   if (sync_) sync_->sync();
 }
 
-std::vector<StatePiece> WholeParameters::pieces(const torch::optim::Optimizer& local) const {
-  auto dict = state_dict_of(local);
+std::vector<StatePiece> WholeParameters::pieces(const OptimizerStateDict& local) const {
   std::vector<StatePiece> pieces;
   int64_t position = 0;
   for (const auto& group : own_) {
     for (const auto& own : group) {
-      if (const auto found = dict.state.find(position++); found != dict.state.end()) {
+      if (const auto found = local.state.find(position++); found != local.state.end()) {
         pieces.push_back({.index = own.index,
                           .elements = {0, own.parameter.numel()},
                           .is_whole = true,
-                          .values = with_dense_tensors(std::move(found->second))});
+                          .values = with_dense_tensors(found->second)});
       }
     }
   }

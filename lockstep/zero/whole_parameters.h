@@ -25,7 +25,7 @@ class WholeParameters final : public Division {
   std::vector<at::Tensor> own_gradients() const override;
   std::vector<const FlatShard*> flat_buffers() const override;
   void sync() override;
-  std::vector<StatePiece> pieces(const torch::optim::Optimizer& local) const override;
+  std::vector<StatePiece> pieces(const OptimizerStateDict& local) const override;
   OptimizerStateDict load(const StateSource& source) override;
   ShardingBytes bytes() const override;
 

@@ -82,8 +82,8 @@ class ZeroRedundancyOptimizer final : public ZeroOptimizer {
   using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
 
   /// Local: runs no collective. `params` must be the same, in the same order, on all ranks. Refuses, naming positions:
-  /// no parameter, undefined ones, those that are no leaves, sparse ones, different dtypes or types of device, a
-  /// parameter listed twice.
+  /// no parameter, undefined ones, those that are no leaves, sparse ones, different types of device, a parameter listed
+  /// twice.
   explicit ZeroRedundancyOptimizer(const ParamGroups& params, LocalOptions options = {}, ZeroOptions zero = {})
       : ZeroOptimizer(params, type_of(options), std::move(zero)) {}
   explicit ZeroRedundancyOptimizer(std::vector<at::Tensor> params, LocalOptions options = {}, ZeroOptions zero = {})

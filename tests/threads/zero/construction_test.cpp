@@ -77,15 +77,13 @@ TEST(ZeroConstruction, RefusesParametersItCannotShard) {
     const auto leaf = at::ones({2}).requires_grad_();
     const auto other = at::ones({3}).requires_grad_();
     const auto sparse = at::eye(2).to_sparse().requires_grad_();
-    const auto wide = at::ones({2}, at::kDouble).requires_grad_();
     refuses({{std::vector<at::Tensor>{}}}, {"there is no parameter"});
     refuses({}, {"there is no parameter"});
     refuses({{{leaf, at::Tensor()}}}, {"parameter 1 is undefined"});
     refuses({{{leaf}}, {{other, leaf * 2}}}, {"parameter 1 of group 1 is not a leaf"});
     refuses({{{sparse}}}, {"parameter 0 is sparse Float on cpu"});
-    refuses({{{leaf, wide}}}, {"parameter 0 is dense Float", "parameter 1 is dense Double"});
-    refuses({{{leaf}}, {{other, wide}}},
-            {"parameter 0 of group 0 is dense Float", "parameter 1 of group 1 is dense Double"});
+    refuses({{{leaf}}, {{other, sparse}}},
+            {"parameter 0 of group 0 is dense Float", "parameter 1 of group 1 is sparse Float"});
     const auto elsewhere = at::ones({2}, at::TensorOptions(at::kMeta)).requires_grad_();
     refuses({{{leaf, elsewhere}}}, {"parameter 0 is dense Float on cpu", "parameter 1 is dense Float on meta"});
     refuses({{{leaf, other, sparse}}}, {"parameter 0 is dense Float", "parameter 2 is sparse Float"});

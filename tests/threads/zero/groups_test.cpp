@@ -236,7 +236,7 @@ TEST(ZeroGroups, ThatAreAddedAreCheckedAndWatched) {
         expect_error([&] { optimizer.add_param_group(OptimizerParamGroup(group)); }, {words});
         EXPECT_EQ(optimizer.param_groups().size(), 1U);
       };
-      refuses({at::ones({2}, at::kDouble).requires_grad_()}, "parameter 0 of group 1 is dense Double");
+      refuses({at::eye(2).to_sparse().requires_grad_()}, "parameter 0 of group 1 is sparse Float");
       refuses({parameters[1] * 2}, "is not a leaf");
       refuses({parameters[1], parameters[0]}, "parameter 0 of group 0 and parameter 1 of group 1 are the same");
       refuses({at::Tensor()}, "is undefined");
@@ -323,8 +323,8 @@ TEST(ZeroGroups, AddedThroughTheBaseClassAreNoticedByTheNextStep) {
       expect_same(parameters, expected, name);
       EXPECT_EQ(optimizer.local_optimizer().param_groups().size(), 2U);
 
-      base.add_param_group(OptimizerParamGroup({at::ones({2}, at::kDouble).requires_grad_()}));
-      expect_error([&] { base.step(); }, {"is dense Double"});
+      base.add_param_group(OptimizerParamGroup({at::eye(2).to_sparse().requires_grad_()}));
+      expect_error([&] { base.step(); }, {"is sparse Float"});
     }
     const auto parameters = parameters_of({{4}, {5}});
     ZeroRedundancyOptimizer<AdamW> optimizer({parameters[0]}, {}, world.group());
