@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <optional>
 #include <vector>
 
 namespace lockstep {
@@ -14,6 +15,8 @@ class GradientScatter {
  public:
   virtual ~GradientScatter() = default;
 
+  /// In which gradients are reduced, if not in their parameters'.
+  virtual std::optional<at::ScalarType> reduce_dtype() const { return std::nullopt; }
   /// What the buffer of a bucket must hold: its gradients, or more.
   virtual int64_t buffer_elements(std::size_t bucket) const = 0;
   /// The first of the bucket's gradients is in its .grad; afterwards all are taken from there.

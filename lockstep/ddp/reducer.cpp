@@ -63,10 +63,11 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<ParameterInfo> 
 Reducer::~Reducer() = default;
 
 void Reducer::make_buckets() {
+  const auto reduce_dtype = scatter_ ? scatter_->reduce_dtype() : setup_.options.reduce_dtype;
   buckets_.clear();
   buckets_.reserve(setup_.plan.buckets().size());
   for (std::size_t i = 0; i < setup_.plan.buckets().size(); ++i) {
-    buckets_.emplace_back(i, setup_.plan, setup_.parameters, setup_.options.reduce_dtype);
+    buckets_.emplace_back(i, setup_.plan, setup_.parameters, reduce_dtype);
     buckets_.back().progress.gradients_missing = buckets_.back().size();
     sink().set_up(buckets_.back());
   }

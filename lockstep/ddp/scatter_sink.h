@@ -19,6 +19,7 @@ class ScatterSink final : public GradientSink {
   ScatterSink(const ReducerSetup& setup, std::shared_ptr<GradientScatter> scatter);
 
   int64_t pool_bytes() const { return pool_.bytes(); }
+  std::optional<at::ScalarType> reduce_dtype() const { return scatter_->reduce_dtype(); }
 
   void set_up(Bucket& /*bucket*/) override {}
   double scale(double divisor) const override { return 1 / divisor; }

@@ -27,8 +27,12 @@ void follow(const at::Tensor& master, const at::Tensor& parameter) {
 
 }  // namespace
 
+bool has_master(at::ScalarType dtype, const std::optional<at::ScalarType>& master_dtype) {
+  return master_dtype && c10::isFloatingType(dtype) && c10::elementSize(dtype) < c10::elementSize(*master_dtype);
+}
+
 at::Tensor MasterWeights::made_master(const at::Tensor& parameter) const {
-  if (!dtype_ || !parameter.is_floating_point() || parameter.itemsize() >= c10::elementSize(*dtype_)) return {};
+  if (!has_master(parameter.scalar_type(), dtype_)) return {};
   const at::NoGradGuard no_grad;
   const auto values = parameter.detach();
   return at::empty_like(values, values.options().dtype(*dtype_)).copy_(values).requires_grad_();

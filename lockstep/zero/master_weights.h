@@ -20,6 +20,9 @@ namespace lockstep::detail {
 /// What a master is called in a parameter's state.
 inline constexpr const char* kMasterName = "master_param";
 
+/// Whether a parameter of this dtype has a master, if masters are of `master_dtype`.
+bool has_master(at::ScalarType dtype, const std::optional<at::ScalarType>& master_dtype);
+
 class MasterWeights {
  public:
   /// By position: of the local parameters, over their groups.

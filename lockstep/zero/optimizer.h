@@ -135,7 +135,7 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Sh
   void append_group(const torch::optim::OptimizerParamGroup& group);
   void check_stage() const;
   void check_state_can_be_loaded() const;
-  void check_masters() const;
+  void check_dtypes() const;
   void check_names(const std::vector<std::vector<at::Tensor>>& groups) const;
   bool has_sharded_gradients() const { return options_.stage == ZeroStage::kGradients; }
   /// The option by which groups stay as they are, and parameters as trainable as they are; null if they may change.

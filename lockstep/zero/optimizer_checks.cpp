@@ -15,7 +15,7 @@ void ZeroOptimizer::check_arguments(const std::vector<torch::optim::OptimizerPar
               " cannot be sharded: what it does to one parameter depends on all of them");
   check_stage();
   check_state_can_be_loaded();
-  check_masters();
+  check_dtypes();
   if (options_.overlap_with_ddp) check_overlap(groups);
   const bool is_by_elements = is_sharded && options_.partition == ZeroPartition::kElements;
   TORCH_CHECK(!is_by_elements || type_.is_elementwise, who(), ": ", type_.name,
@@ -76,7 +76,13 @@ void ZeroOptimizer::check_stage() const {
               "gradients. Give it as ZeroOptions{.stage = ", name, ", .ddp = ddp}.");
 }
 
-void ZeroOptimizer::check_masters() const {
+void ZeroOptimizer::check_dtypes() const {
+  const auto& reduced = options_.reduce_dtype;
+  TORCH_CHECK(!reduced || has_sharded_gradients(), who(), ": reduce_dtype is for ZeroStage::kGradients, where the ",
+              "optimizer reduces gradients. In other stages DDP does: give it ",
+              "DdpOptions{.mixed_precision = MixedPrecision{.reduce_dtype = at::kFloat}}.");
+  TORCH_CHECK(!reduced || c10::isFloatingType(*reduced), who(), ": gradients cannot be reduced in ", *reduced,
+              ". Set reduce_dtype to a floating-point one.");
   const auto& dtype = options_.master_dtype;
   if (!dtype) return;
   TORCH_CHECK(dtype == at::kFloat || dtype == at::kDouble, who(), ": masters cannot be of ", *dtype,

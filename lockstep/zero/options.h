@@ -59,6 +59,10 @@ struct ZeroOptions {
   /// at::kFloat or at::kDouble, of which every rank has those of its shard; they get the results rounded. Masters are
   /// part of the state, and follow parameters that are changed from outside. Not with overlap_with_ddp.
   std::optional<at::ScalarType> master_dtype = std::nullopt;
+  /// ZeroStage::kGradients only, where the optimizer reduces gradients: in this dtype instead of their parameters', as
+  /// MixedPrecision::reduce_dtype does for what DDP reduces. Sums are rounded to the parameters' dtype, as in .grad, or
+  /// kept as they are for masters.
+  std::optional<at::ScalarType> reduce_dtype = std::nullopt;
   /// Instead of a computed partition: for every rank its parameters. Some may be in no list; nobody updates those. One
   /// parameter group only.
   std::vector<std::vector<at::Tensor>> params_per_rank = {};

@@ -14,10 +14,12 @@
 
 namespace lockstep::detail {
 
-ScatteredGradients::ScatteredGradients(std::vector<Cut> cuts, std::vector<int64_t> optimizer_indices, GroupPtr group,
-                                       std::string who, std::function<void()> check_can_be_summed)
+ScatteredGradients::ScatteredGradients(std::vector<Cut> cuts, std::vector<int64_t> optimizer_indices,
+                                       std::optional<at::ScalarType> reduce_dtype, GroupPtr group, std::string who,
+                                       std::function<void()> check_can_be_summed)
     : cuts_(std::move(cuts)),
       optimizer_indices_(std::move(optimizer_indices)),
+      reduce_dtype_(reduce_dtype),
       group_(std::move(group)),
       who_(std::move(who)),
       check_can_be_summed_(std::move(check_can_be_summed)),
@@ -25,9 +27,10 @@ ScatteredGradients::ScatteredGradients(std::vector<Cut> cuts, std::vector<int64_
   held_.resize(*std::max_element(optimizer_indices_.begin(), optimizer_indices_.end()) + 1);
   const auto rank = group_->getRank();
   for (std::size_t i = 0; i < cuts_.size(); ++i) {
-    const auto& [layout, members] = cuts_[i];
+    const auto& [layout, members, kept_dtype] = cuts_[i];
     const auto slice = layout.plan().slice;
-    slices_[i].gradients = at::empty({slice}, members.front().parameter.options().requires_grad(false));
+    slices_[i].gradients =
+        at::empty({slice}, members.front().parameter.options().dtype(kept_dtype).requires_grad(false));
     for (const auto& member : members) {
       auto& held = held_[member.index];
       held.parameter = member.parameter;
@@ -193,12 +196,13 @@ void ScatteredGradients::begin_bucket(std::size_t bucket) {
 
 void ScatteredGradients::launch(std::size_t bucket, const at::Tensor& buffer) {
   auto& slice = slices_[bucket];
-  const auto& [layout, members] = cuts_[bucket];
+  const auto& [layout, members, kept_dtype] = cuts_[bucket];
   const at::NoGradGuard no_grad;
-  const bool adds =
+  slice.adds =
       std::any_of(members.begin(), members.end(), [&](const Member& member) { return held_[member.index].is_kept; });
-  if (adds) slice.arriving = at::empty_like(slice.gradients);
-  const auto& target = adds ? slice.arriving : slice.gradients;
+  const bool is_in_place = !slice.adds && buffer.scalar_type() == kept_dtype;
+  if (!is_in_place) slice.arriving = at::empty_like(slice.gradients, buffer.scalar_type());
+  const auto& target = is_in_place ? slice.gradients : slice.arriving;
   slice.reduction = launch_reduce_scatter_tensor(target, buffer.narrow(0, 0, layout.plan().padded()), group_);
 }
 
@@ -206,6 +210,11 @@ void ScatteredGradients::wait_for(std::size_t bucket) {
   auto& slice = slices_[bucket];
   slice.reduction->wait();
   slice.reduction.reset();
+  if (slice.adds || !slice.arriving.defined()) return;
+  const at::NoGradGuard no_grad;
+  // Only the dtype is another; there was nothing that a backward which fails would have to leave.
+  slice.gradients.copy_(slice.arriving);
+  slice.arriving.reset();
 }
 
 void ScatteredGradients::end_backward(const std::vector<bool>& is_used) {

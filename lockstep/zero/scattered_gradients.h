@@ -31,12 +31,14 @@ class ScatteredGradients final : public GradientScatter,
   /// A bucket: what is in it, and how it is cut.
   struct Cut {
     FlatLayout layout = {};
-    std::vector<Member> members = {};  // in the layout's order
+    std::vector<Member> members = {};        // in the layout's order
+    at::ScalarType kept_dtype = at::kFloat;  // in which this rank keeps its slice
   };
 
-  /// `optimizer_indices` by the reducer's. `check_can_be_summed` throws where ranks could not take part in a sum. `who`
-  /// opens messages.
-  ScatteredGradients(std::vector<Cut> cuts, std::vector<int64_t> optimizer_indices, GroupPtr group, std::string who,
+  /// `optimizer_indices` by the reducer's. `reduce_dtype` as of ZeroOptions. `check_can_be_summed` throws where ranks
+  /// could not take part in a sum. `who` opens messages.
+  ScatteredGradients(std::vector<Cut> cuts, std::vector<int64_t> optimizer_indices,
+                     std::optional<at::ScalarType> reduce_dtype, GroupPtr group, std::string who,
                      std::function<void()> check_can_be_summed);
 
   /// Brings all gradients into the slices: what is in .grad in place of a stand-in, and what backwards that were not
@@ -51,6 +53,10 @@ class ScatteredGradients final : public GradientScatter,
   void drop();
   int64_t bytes() const;
 
+  std::optional<at::ScalarType> reduce_dtype() const override {
+    // One rank has nothing to reduce, and rounds nothing; nor does DDP.
+    return group_->getSize() > 1 ? reduce_dtype_ : std::nullopt;
+  }
   int64_t buffer_elements(std::size_t bucket) const override { return cuts_[bucket].layout.plan().padded(); }
   void begin_bucket(std::size_t bucket) override;
   void launch(std::size_t bucket, const at::Tensor& buffer) override;
@@ -69,7 +75,8 @@ class ScatteredGradients final : public GradientScatter,
  private:
   struct Slice {
     at::Tensor gradients = {};
-    at::Tensor arriving = {};  // in a backward, if there are gradients to add to
+    at::Tensor arriving = {};  // in a backward, if it cannot arrive in gradients
+    bool adds = false;         // in a backward: to gradients that were there
     std::optional<Pending> reduction = std::nullopt;
     bool is_begun = false;  // a backward is filling the bucket
   };
@@ -100,6 +107,7 @@ class ScatteredGradients final : public GradientScatter,
 
   const std::vector<Cut> cuts_;
   const std::vector<int64_t> optimizer_indices_;
+  const std::optional<at::ScalarType> reduce_dtype_;
   const GroupPtr group_;
   const std::string who_;
   const std::function<void()> check_can_be_summed_;

@@ -9,10 +9,22 @@
 #include "lockstep/ddp/ddp_base.h"
 #include "lockstep/ddp/engine.h"
 #include "lockstep/zero/element_slices.h"
+#include "lockstep/zero/master_weights.h"
 #include "lockstep/zero/optimizer.h"
 #include "lockstep/zero/sharding.h"
 
 namespace lockstep {
+namespace {
+
+/// What a rank keeps of an average: for a master all that was reduced, else what .grad would hold.
+at::ScalarType gradient_dtype_of(const at::Tensor& parameter, const ZeroOptions& options) {
+  const auto own = parameter.scalar_type();
+  const auto& reduced = options.reduce_dtype;
+  const bool is_wider = reduced && c10::elementSize(*reduced) > c10::elementSize(own);
+  return is_wider && detail::has_master(own, options.master_dtype) ? *reduced : own;
+}
+
+}  // namespace
 
 DdpReference::DdpReference(const DdpBase& ddp) : engine_(ddp.shared_engine()) {}
 
@@ -66,9 +78,11 @@ std::unique_ptr<detail::Division> ZeroOptimizer::shard_gradients() {
         cut.members.push_back({parameters.back(), plan.parameters()[index].name, indices[index]});
       }
       cut.layout = detail::ElementSlices::layout_for(parameters, group_->getSize());
+      cut.kept_dtype = gradient_dtype_of(parameters.front(), options_);
     }
-    scattered = std::make_shared<detail::ScatteredGradients>(std::move(cuts), std::move(indices), group_, who(),
-                                                             [this] { check_preparation_is_mirrored(); });
+    scattered =
+        std::make_shared<detail::ScatteredGradients>(std::move(cuts), std::move(indices), options_.reduce_dtype, group_,
+                                                     who(), [this] { check_preparation_is_mirrored(); });
     return scattered;
   };
   reducer.set_scatter(scatter, "ZeroStage::kGradients divides the gradients");
