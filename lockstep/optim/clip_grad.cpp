@@ -34,27 +34,6 @@ std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters) 
   return gradients;
 }
 
-/// Gradients by how they are divided: whole ones first, then those that stand-ins stand for.
-std::vector<GradientShard> shards_of(const std::vector<at::Tensor>& gradients) {
-  std::vector<GradientShard> shards(1);
-  for (const auto& gradient : gradients) {
-    const auto* stand_in = GradientStandIn::of(gradient);
-    if (stand_in == nullptr) {
-      shards.front().gradients.push_back(gradient);
-      continue;
-    }
-    auto part = stand_in->shard();
-    auto found = std::find_if(shards.begin() + 1, shards.end(),
-                              [&](const GradientShard& each) { return each.groups == part.groups; });
-    if (found == shards.end()) {
-      shards.push_back(std::move(part));
-    } else {
-      found->gradients.insert(found->gradients.end(), part.gradients.begin(), part.gradients.end());
-    }
-  }
-  return shards;
-}
-
 /// What norms are computed of and factors are multiplied into.
 at::Tensor dense_values_of(const at::Tensor& gradient) {
   return gradient.is_sparse() ? gradient._values() : gradient;
@@ -62,7 +41,7 @@ at::Tensor dense_values_of(const at::Tensor& gradient) {
 
 /// What a norm that was computed in another dtype is rounded to.
 at::ScalarType real_dtype_of(const std::vector<at::Tensor>& gradients) {
-  return c10::toRealValueType(gradients.front().scalar_type());
+  return norm_dtype_of(gradients).value_or(at::kFloat);
 }
 
 at::Tensor local_norm(const std::vector<at::Tensor>& tensors, const NormOptions& options) {
@@ -159,7 +138,7 @@ at::Tensor get_total_norm(const std::vector<at::Tensor>& tensors, const NormOpti
   for (const auto& tensor : tensors) {
     if (const auto* stand_in = GradientStandIn::of(tensor)) stand_in->check_can_be_summed();
   }
-  auto shards = shards_of(tensors);
+  auto shards = shards_of_gradients(tensors);
   TORCH_CHECK(shards.size() == 1 || !options.process_group,
               "[lockstep/optim] some of these gradients are divided over groups of their own, which are known. Leave ",
               "NormOptions::process_group out.");
@@ -203,6 +182,7 @@ at::Tensor get_total_norm_of_shards(const std::vector<GradientShard>& shards, co
       for (const auto& group : shard.groups) parts.reduce(contribution, group);
       total = total.defined() ? parts.combined(total, contribution) : contribution;
     }
+    dtype = options.result_dtype.value_or(dtype);
     norm = total.defined() ? parts.norm(total).to(dtype) : at::zeros({}, at::TensorOptions(options.device));
   }
   check_finite(norm, options);
@@ -211,7 +191,7 @@ at::Tensor get_total_norm_of_shards(const std::vector<GradientShard>& shards, co
 
 void clip_grads_with_norm_(const std::vector<at::Tensor>& parameters, double max_norm, const at::Tensor& total_norm,
                            bool foreach) {
-  scale_to_norm_(all_of(shards_of(gradients_of(parameters))), max_norm, total_norm, foreach);
+  scale_to_norm_(all_of(shards_of_gradients(gradients_of(parameters))), max_norm, total_norm, foreach);
 }
 
 void scale_to_norm_(const std::vector<at::Tensor>& gradients, double max_norm, const at::Tensor& total_norm,
@@ -251,13 +231,14 @@ at::Tensor clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm, 
   if (sharded == nullptr) return clip_grad_norm_(optimized_parameters(optimizer), max_norm, options);
   auto of_shards = options;
   of_shards.device = sharded->gradient_device();
+  if (!options.result_dtype) of_shards.result_dtype = norm_dtype_of(optimized_parameters(optimizer));
   const auto norm = get_total_norm_of_shards(sharded->gradients_for_norm(), of_shards);
   scale_to_norm_(all_of(sharded->own_gradients()), max_norm, norm, options.foreach);
   return norm;
 }
 
 void clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_value, bool foreach) {
-  limit_values(all_of(shards_of(gradients_of(parameters))), clip_value, foreach);
+  limit_values(all_of(shards_of_gradients(gradients_of(parameters))), clip_value, foreach);
 }
 
 void clip_grad_value_(torch::optim::Optimizer& optimizer, double clip_value, bool foreach) {

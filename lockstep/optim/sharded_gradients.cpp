@@ -33,4 +33,34 @@ std::vector<GradientShard> shards_by_layout(const std::vector<at::Tensor>& param
   return shards;
 }
 
+std::vector<GradientShard> shards_of_gradients(const std::vector<at::Tensor>& gradients) {
+  std::vector<GradientShard> shards(1);
+  for (const auto& gradient : gradients) {
+    const auto* stand_in = GradientStandIn::of(gradient);
+    if (stand_in == nullptr) {
+      shards.front().gradients.push_back(gradient);
+      continue;
+    }
+    auto part = stand_in->shard();
+    auto found = std::find_if(shards.begin() + 1, shards.end(),
+                              [&](const GradientShard& each) { return each.groups == part.groups; });
+    if (found == shards.end()) {
+      shards.push_back(std::move(part));
+    } else {
+      found->gradients.insert(found->gradients.end(), part.gradients.begin(), part.gradients.end());
+    }
+  }
+  return shards;
+}
+
+std::optional<at::ScalarType> norm_dtype_of(const std::vector<at::Tensor>& parameters) {
+  std::optional<at::ScalarType> dtype;
+  for (const auto& parameter : parameters) {
+    if (!parameter.is_floating_point() && !parameter.is_complex()) continue;
+    const auto own = c10::toRealValueType(parameter.scalar_type());
+    dtype = dtype ? c10::promoteTypes(*dtype, own) : own;
+  }
+  return dtype;
+}
+
 }  // namespace lockstep

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <vector>
 
 #include "lockstep/comm/group.h"
@@ -46,6 +47,13 @@ class ShardedGradients {
 /// come first, as one shard without groups. Each parameter once. The same shards on all ranks, also where there is no
 /// gradient.
 std::vector<GradientShard> shards_by_layout(const std::vector<at::Tensor>& parameters);
+
+/// Gradients by how they are divided: whole ones first, as one shard without groups, then those that stand-ins stand
+/// for.
+std::vector<GradientShard> shards_of_gradients(const std::vector<at::Tensor>& gradients);
+
+/// What all of the parameters' dtypes fit into, as a real one: the same on all ranks, whatever gradients they have.
+std::optional<at::ScalarType> norm_dtype_of(const std::vector<at::Tensor>& parameters);
 
 /// What is in .grad where this rank has a part of a gradient only, which its optimizer keeps elsewhere: a tensor with
 /// the gradient's sizes and without memory, that answers for itself. So those who know nothing of shards either do
