@@ -41,28 +41,26 @@ std::vector<Steps> gather_steps(const Steps& mine, const GroupPtr& group) {
 }
 
 /// True for the elements of `parameter`, in memory order, that this rank's optimizer steps.
-at::Tensor own_elements(const at::Tensor& parameter, const torch::optim::Optimizer& local) {
+at::Tensor own_elements(const at::Tensor& parameter, const std::vector<at::Tensor>& stepped) {
   const auto mask = at::zeros({parameter.numel()}, at::TensorOptions(at::kFloat).device(parameter.device()));
   const auto size = static_cast<int64_t>(parameter.element_size());
   const auto* begin = static_cast<const char*>(parameter.data_ptr());
-  for (const auto& group : local.param_groups()) {
-    for (const auto& own : group.params()) {
-      if (own.numel() == 0 || own.device() != parameter.device()) continue;
-      const auto* own_begin = static_cast<const char*>(own.data_ptr());
-      const auto first = std::max<int64_t>((own_begin - begin) / size, 0);
-      const auto last = std::min<int64_t>((own_begin - begin) / size + own.numel(), parameter.numel());
-      if (first < last) mask.narrow(0, first, last - first).fill_(1);
-    }
+  for (const auto& own : stepped) {
+    if (own.numel() == 0 || own.device() != parameter.device()) continue;
+    const auto* own_begin = static_cast<const char*>(own.data_ptr());
+    const auto first = std::max<int64_t>((own_begin - begin) / size, 0);
+    const auto last = std::min<int64_t>((own_begin - begin) / size + own.numel(), parameter.numel());
+    if (first < last) mask.narrow(0, first, last - first).fill_(1);
   }
   return mask;
 }
 
 /// Every element becomes what its owner has; what a lost rank had to step, what the first one has of it.
-void take_from_owners(const std::vector<at::Tensor>& parameters, const torch::optim::Optimizer& local,
+void take_from_owners(const std::vector<at::Tensor>& parameters, const std::vector<at::Tensor>& stepped,
                       const GroupPtr& group) {
   const at::NoGradGuard no_grad;
   for (const auto& parameter : parameters) {
-    auto mine = own_elements(parameter, local);
+    auto mine = own_elements(parameter, stepped);
     const auto owners = mine.clone();
     all_reduce(owners, group);
     if (group->getRank() == 0) mine = at::where(owners == 0, 1.0F, mine);
@@ -108,7 +106,7 @@ std::vector<std::string> ZeroOptimizer::recover(const GroupPtr& group) {
       for (const auto& parameter : all_parameters()) values.push_back(parameter.detach());
       broadcast_coalesced(values, group, kBroadcastChunkBytes, static_cast<int>(ahead - steps.begin()));
     } else {
-      take_from_owners(all_parameters(), *sharding_->local(), group);
+      take_from_owners(all_parameters(), sharding_->own_parameters(), group);
     }
     lost = divide_anew(group);
   } else {

@@ -134,6 +134,12 @@ at::Tensor ShardedStep::step(const LocalStep& local_step, torch::optim::Optimize
   return loss;
 }
 
+std::vector<at::Tensor> ShardedStep::own_parameters() const {
+  std::vector<at::Tensor> all;
+  for (const auto& group : division_->local_parameters()) all.insert(all.end(), group.begin(), group.end());
+  return all;
+}
+
 ShardingBytes ShardedStep::bytes() const {
   auto bytes = division_->bytes();
   for (const auto& [position, values] : local_state().state) bytes.state += bytes_of(values);

@@ -33,6 +33,7 @@ class ShardedStep final : public Sharding {
   std::vector<StatePiece> pieces() const override { return division_->pieces(local_state()); }
   void load(const StateSource& source) override;
   ShardingBytes bytes() const override;
+  std::vector<at::Tensor> own_parameters() const override;
   torch::optim::Optimizer* local() override { return local_.get(); }
 
  private:

@@ -57,6 +57,9 @@ class Sharding {
 
   virtual ShardingBytes bytes() const = 0;
 
+  /// The memory of parameters that this rank steps.
+  virtual std::vector<at::Tensor> own_parameters() const { return {}; }
+
   /// The optimizer of this rank's shard; null where steps happen inside of backwards.
   virtual torch::optim::Optimizer* local() { return nullptr; }
   /// This, if it is the form whose steps happen inside of backwards; else null.
