@@ -12,10 +12,11 @@
 #include <optional>
 #include <system_error>
 
+#include "cli/ended_ranks.h"
 #include "cli/output.h"
 #include "cli/summary.h"
-#include "cli/temporary_folder.h"
 #include "lockstep/base/env.h"
+#include "lockstep/base/signal_sets.h"
 #include "lockstep/base/str.h"
 #include "lockstep/launch/job.h"
 #include "lockstep/launch/launch_environment.h"
@@ -74,6 +75,17 @@ bool has_survivor(const JobResult& result) {
          std::any_of(result.ranks.begin(), result.ranks.end(), [](const auto& each) { return each.status.ok(); });
 }
 
+// Ranks that know the request write where their threads are; others would die of it. False if there are none.
+bool ask_for_stacks(Job& job, const std::vector<int>& ranks) {
+  bool any = false;
+  for (const int rank : ranks) {
+    const auto pid = job.pid(rank);
+    if (!pid || !is_in_signal_set(str("/proc/", *pid, "/status"), "SigCgt", SIGUSR2)) continue;
+    any = job.signal_rank(rank, SIGUSR2) || any;
+  }
+  return any;
+}
+
 class Launcher {
  public:
   explicit Launcher(const RunOptions& options)
@@ -119,12 +131,15 @@ class Launcher {
     // A new port for each attempt: connections of the last one may linger on the old one.
     std::optional<PortReservation> port;
     if (!options_.master) layout_.master_port = port.emplace().port();
-    // A store in a file outlives every rank.
-    std::optional<TemporaryFolder> store;
-    if (options_.survivors) layout_.store_file = store.emplace("lockstep-store").path() + "/store";
+    const EndedRanks ended;
+    if (options_.survivors) {
+      if (ended.path().empty()) throw std::system_error(errno, std::generic_category(), "no folder for --survivors");
+      layout_.store_file = ended.path() + "/store";  // which outlives every rank
+    }
     JobOptions options;
     for (int local_rank = 0; local_rank < options_.ranks_per_node; ++local_rank) {
       options.ranks.push_back({layout_.rank(local_rank), options_.command, environment(local_rank)});
+      if (!ended.path().empty()) options.ranks.back().environment[kEndedVariable] = ended.path();
     }
     options.on_line = [this](int rank, OutputStream stream, std::string_view line) {
       output_.write_line(rank, stream, line);
@@ -132,6 +147,9 @@ class Launcher {
     options.keep_last_lines = 10;
     options.timeout = time_left();
     options.grace = options_.grace;
+    options.on_end = [&ended](int rank, const ExitStatus& status) { ended.add(rank, status); };
+    options.on_timeout = ask_for_stacks;
+    options.linger_after_timeout = std::chrono::milliseconds(2000);
     // Survivors name the rank that is gone, over gloo after a grace of 0.8 s of their own.
     options.linger_after_failure = std::chrono::milliseconds(1500);
     options.stop_others_on_failure = !options_.survivors;
@@ -147,6 +165,9 @@ class Launcher {
     // As torchrun does.
     constexpr const char* kNcclErrors = "TORCH_NCCL_ASYNC_ERROR_HANDLING";
     if (!env(kNcclErrors)) changes[kNcclErrors] = "1";
+    // A pipe makes Python keep lines back, and lose them when it is killed. C++ programs are told by init().
+    constexpr const char* kPythonOutput = "PYTHONUNBUFFERED";
+    if (!env(kPythonOutput)) changes[kPythonOutput] = "1";
     return changes;
   }
 

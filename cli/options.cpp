@@ -85,6 +85,9 @@ RunOptions judge(const Raw& raw, std::vector<std::string> rest, int core_count) 
   if (rest.empty() || rest[0].empty()) throw UsageError("PROGRAM is missing");
   options.command = std::move(rest);
 
+  // mpirun's spelling, which reads as "-n p" with a program called 2.
+  if (raw.ranks_per_node == "p")
+    throw UsageError(str("-np is -n here: lockstep-run -n ", options.command[0], " PROGRAM"));
   constexpr int kMaxRanksPerNode = 4096;  // beyond it is surely a slip, and the machine would suffer
   options.ranks_per_node = raw.ranks_per_node == "auto" ? core_count : parse_int("-n", raw.ranks_per_node, 1);
   if (options.ranks_per_node > kMaxRanksPerNode) throw UsageError(str("-n must be at most ", kMaxRanksPerNode));

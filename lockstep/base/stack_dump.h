@@ -16,6 +16,10 @@ void enable_stack_dumps();
 /// REQUIRES: enable_stack_dumps() was called and `thread` has not been joined.
 std::string stack_of(pthread_t thread, std::chrono::milliseconds patience = std::chrono::seconds(2));
 
+/// From now on SIGUSR2 from another process makes this one write the stacks of its threads to stderr, and go on. Does
+/// nothing if the program has taken the signal already. Starts a thread, which writes. Idempotent, thread-safe.
+void dump_stacks_on_request();
+
 /// From now on SIGTERM makes the calling thread write `write_more(fd)` and its stack (raw frames, see readable_frames)
 /// to `fd`, and ends the process with 128 + SIGTERM. `write_more` runs in a signal handler.
 void explain_termination(int fd, void (*write_more)(int fd));

@@ -17,6 +17,7 @@
 #include "lockstep/base/deadline.h"
 #include "lockstep/base/env.h"
 #include "lockstep/base/str.h"
+#include "lockstep/comm/absent_ranks.h"
 #include "lockstep/comm/builtin_backends.h"
 #include "lockstep/comm/failure.h"
 #include "lockstep/comm/group_state.h"
@@ -136,7 +137,7 @@ GroupPtr wrap_backends(const std::vector<std::pair<c10::DeviceType, BackendPtr>>
 
 std::vector<std::string> check_in(c10d::Store& store, const std::string& prefix, const std::string& what,
                                   const GroupDescription& group, const std::string& value) {
-  const auto key = [&](int rank) { return str(prefix, "/", rank); };
+  const std::function<std::string(int)> key = [&](int rank) { return str(prefix, "/", rank); };
   store.set(key(group.rank), value);
   std::vector<std::string> keys;
   for (int rank = 0; rank < group.size; ++rank) keys.push_back(key(rank));
@@ -145,8 +146,10 @@ std::vector<std::string> check_in(c10d::Store& store, const std::string& prefix,
   // Asked again and again instead of waited for: a rank thread must notice when another one failed, everybody when the
   // store did, and a wait that times out would be logged as an error by TCPStore.
   auto pause = std::chrono::milliseconds(1);
+  AbsenceWatch watch(store, group, what, key);
   std::vector<int> absent;
   std::vector<int> gone;
+  std::string ended;
   try {
     while (!store.check(keys)) {
       ThreadRun::current()->throw_if_aborted(failed);
@@ -156,11 +159,11 @@ std::vector<std::string> check_in(c10d::Store& store, const std::string& prefix,
       }
       if (!gone.empty()) break;
       if (std::chrono::steady_clock::now() > deadline) {
-        for (int rank = 0; rank < group.size; ++rank) {
-          if (!store.check({key(rank)})) absent.push_back(group.global_ranks[rank]);
-        }
+        absent = watch.absent();
         break;
       }
+      ended = watch.look();
+      if (!ended.empty()) break;
       std::this_thread::sleep_for(pause);
       pause = std::min(pause * 2, std::chrono::milliseconds(50));
     }
@@ -172,6 +175,7 @@ std::vector<std::string> check_in(c10d::Store& store, const std::string& prefix,
   }
   TORCH_CHECK_WITH(DistBackendError, gone.empty(), failed, "the process of rank ", join(gone, ", "),
                    " has ended. Look there for an earlier error.");
+  TORCH_CHECK_WITH(DistBackendError, ended.empty(), failed, ended, ". Look there for the reason.");
   TORCH_CHECK_WITH(DistBackendError, absent.empty(), failed, "rank ", join(absent, ", "), " did not come within ",
                    group.timeout.count(), " ms. Look there for an earlier error, or raise the timeout.");
   std::vector<std::string> values;
@@ -300,6 +304,7 @@ GroupPtr new_subgroups(const GroupPtr& parent, const std::vector<std::vector<int
         .timeout = options.timeout.count() > 0 ? options.timeout : from.timeout,
         .backend_spec = options.backend.empty() ? from.backend_spec : options.backend,
         .address = from.address,
+        .ended_dir = from.ended_dir,
     };
     for (const int rank : ranks) {
       description.global_ranks.push_back(from.global_ranks[rank]);

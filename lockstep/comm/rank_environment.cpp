@@ -77,6 +77,7 @@ RankEnvironment from_torch_variables(const Environment& environment) {
 
   if (environment("LOCKSTEP_LAUNCHER")) {
     result.launcher = "lockstep-run";
+    result.ended_dir = environment("LOCKSTEP_ENDED_DIR").value_or("");
   } else if (environment("TORCHELASTIC_RUN_ID")) {
     result.launcher = "torchrun";
   } else {

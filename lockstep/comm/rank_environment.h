@@ -26,6 +26,8 @@ struct RankEnvironment {
   int master_port = 0;  // 0: nothing to meet at, because the world is one rank
   /// The launcher itself serves the store at master_addr:master_port, as torchrun does; then rank 0 must not.
   bool launcher_serves_store = false;
+  /// Where lockstep-run tells how ranks of this host ended; empty if nobody does.
+  std::string ended_dir = "";
 };
 
 /// Throws std::invalid_argument naming the variable if a family is half set or contradicts itself.

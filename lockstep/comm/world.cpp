@@ -1,11 +1,16 @@
 #include "lockstep/comm/world.h"
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstdio>
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "lockstep/base/rank_local.h"
+#include "lockstep/base/stack_dump.h"
 #include "lockstep/base/str.h"
 #include "lockstep/comm/backend_registry.h"
 #include "lockstep/comm/group_state.h"
@@ -85,6 +90,19 @@ std::string backend_for(const InitOptions& options, const RankEnvironment& place
   return has_own_gpu && is_backend_registered("nccl") ? "cpu:shm,cuda:nccl" : "cpu:shm,cuda:gloo";
 }
 
+/// Lockstep-run shows what ranks write, and asks them where they are when its time is over.
+void help_launcher() {
+  struct stat output = {};
+  // In a pipe, lines would come late, and be lost if the rank is killed. Files stay as quick as they are. A buffer of
+  // our own: without one glibc goes on filling the old one if the program has written already.
+  static char buffer[BUFSIZ];
+  static std::once_flag once;
+  if (::fstat(STDOUT_FILENO, &output) == 0 && S_ISFIFO(output.st_mode)) {
+    std::call_once(once, [] { std::setvbuf(stdout, buffer, _IOLBF, sizeof(buffer)); });
+  }
+  dump_stacks_on_request();
+}
+
 struct CurrentWorld {
   std::mutex mutex;
   std::weak_ptr<const World::State> state;
@@ -129,6 +147,7 @@ int gpu_count() {
 }
 
 World init(const InitOptions& options) {
+  if (env("LOCKSTEP_LAUNCHER")) help_launcher();
   TORCH_CHECK(!current_world(),
               "[lockstep/comm] init was called twice. Keep the World it returned, or use current_world().");
   TORCH_CHECK(options.timeout.count() > 0, "[lockstep/comm] init: the timeout must be positive, got ",
@@ -150,6 +169,7 @@ World init(const InitOptions& options) {
       .timeout = options.timeout,
       .backend_spec = backend,
       .address = own_address(place),
+      .ended_dir = place.ended_dir,
   });
   auto state = std::make_shared<const World::State>(World::State{
       .place = place,

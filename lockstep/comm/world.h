@@ -63,8 +63,10 @@ class World {
 
 /// Joins the job: reads the launcher's variables, meets the other ranks, makes the default group. Collective over all
 /// ranks of the job; alone it contacts nobody. A rendezvous over TCP and gloo ignore SIGPIPE from then on, unless the
-/// program handles it itself. Throws std::invalid_argument for a broken environment, c10::Error for bad options or if
-/// this rank already has a world, c10::DistBackendError naming ranks that do not come in time.
+/// program handles it itself. Under lockstep-run a stdout that is a pipe is flushed line by line, and SIGUSR2 makes the
+/// process write its threads' stacks to stderr, unless the program has taken the signal. Throws std::invalid_argument
+/// for a broken environment, c10::Error for bad options or if this rank already has a world, c10::DistBackendError
+/// naming ranks that do not come in time.
 [[nodiscard]] World init(const InitOptions& options = {});
 
 /// CUDA devices this process can see.

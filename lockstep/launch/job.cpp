@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <csignal>
+#include <iterator>
 #include <set>
 #include <stdexcept>
 #include <system_error>
@@ -15,6 +16,24 @@
 #include "lockstep/launch/running_rank.h"
 
 namespace lockstep {
+namespace {
+
+// From the messages of comm, shm and rpc about ranks that are no longer there.
+constexpr const char* kBlame[] = {"is gone: its process ended",
+                                  "gone, hung or late",
+                                  "left by an exception",
+                                  "has left the group",
+                                  "gave up",
+                                  "before it came"};
+
+bool blames_a_peer(const std::vector<std::string>& lines) {
+  return std::any_of(lines.begin(), lines.end(), [](const std::string& line) {
+    return std::any_of(std::begin(kBlame), std::end(kBlame),
+                       [&](const char* words) { return line.find(words) != std::string::npos; });
+  });
+}
+
+}  // namespace
 
 bool JobResult::ok() const {
   return !timed_out && !interrupted_by &&
@@ -54,6 +73,7 @@ JobResult Job::run() {
     while (!is_done()) {
       wait_for_events();
       for (const auto& each : running_) each->update();
+      announce_ends();
       stop_after_failure();
       read_interrupts();
       act_on_time();
@@ -106,6 +126,13 @@ void Job::wait_for_events() const {
   ::poll(events.data(), events.size(), timeout_ms);
 }
 
+void Job::announce_ends() {
+  if (!options_.on_end) return;
+  for (const auto& each : running_) {
+    if (each->is_end_news()) options_.on_end(each->rank(), *each->child().exit_status());
+  }
+}
+
 void Job::read_interrupts() {
   unsigned char signal = 0;
   while (::read(interrupt_reader_.get(), &signal, 1) == 1) {
@@ -152,10 +179,9 @@ void Job::time_out() {
   timed_out_ = true;
   alive_at_timeout_ = alive_ranks();
   stopping_began_at_ = Clock::now();
-  if (!options_.on_timeout) return stop(SIGTERM);
+  if (!options_.on_timeout || !options_.on_timeout(*this, alive_at_timeout_)) return stop(SIGTERM);
   phase_ = Phase::kLingering;
   phase_ends_at_ = Clock::now() + options_.linger_after_timeout;
-  options_.on_timeout(*this, alive_at_timeout_);
 }
 
 void Job::stop(int signal) {
@@ -202,20 +228,33 @@ JobResult Job::result() const {
                    .timed_out = timed_out_,
                    .alive_at_timeout = alive_at_timeout_,
                    .interrupted_by = interrupted_by_};
-  std::optional<Clock::time_point> first_failure;
   for (std::size_t i = 0; i < options_.ranks.size(); ++i) {
     if (i >= running_.size()) {
       result.ranks.push_back({.rank = options_.ranks[i].rank, .status = {}, .last_lines = {}, .report = {}});
       continue;
     }
-    const auto& rank = *running_[i];
-    result.ranks.push_back(rank.result(stopping_began_at_));
-    if (!rank.failed() || result.ranks.back().stopped_by_us) continue;
-    if (first_failure && *first_failure <= rank.child().exit_time()) continue;
-    first_failure = rank.child().exit_time();
-    result.first_failed = rank.rank();
+    result.ranks.push_back(running_[i]->result(stopping_began_at_));
   }
+  result.first_failed = first_failed(result.ranks);
   return result;
+}
+
+// [Note: who failed first] By the guardians' clocks, as a rule. But a rank that fails may take longer to end than those
+// that it takes along: it unwinds its groups, on which the others fail at once. So of all that failed within the time
+// others have to notice it, one that does not blame a peer goes before those that do.
+std::optional<int> Job::first_failed(const std::vector<RankResult>& ranks) const {
+  std::vector<std::size_t> failed;
+  for (std::size_t i = 0; i < running_.size(); ++i) {
+    if (running_[i]->failed() && !ranks[i].stopped_by_us) failed.push_back(i);
+  }
+  if (failed.empty()) return std::nullopt;
+  const auto time = [&](std::size_t i) { return running_[i]->child().exit_time(); };
+  std::stable_sort(failed.begin(), failed.end(), [&](auto one, auto other) { return time(one) < time(other); });
+  const auto end = time(failed[0]) + options_.linger_after_failure;
+  for (const auto each : failed) {
+    if (time(each) <= end && !blames_a_peer(ranks[each].last_lines)) return ranks[each].rank;
+  }
+  return ranks[failed[0]].rank;
 }
 
 }  // namespace lockstep

@@ -48,16 +48,20 @@ struct JobOptions {
 
   std::optional<std::chrono::milliseconds> timeout;
 
-  /// Called once when the time is over, before any rank is stopped: may signal ranks, for stack dumps say. Output is
-  /// then read for up to linger_after_timeout more.
-  std::function<void(Job& job, const std::vector<int>& alive_ranks)> on_timeout;
+  /// Called when a rank has ended, however it did.
+  std::function<void(int rank, const ExitStatus& status)> on_end;
+
+  /// Called once when the time is over, before any rank is stopped: may signal ranks, for stack dumps say. If it says
+  /// that it did, output is read for up to linger_after_timeout more.
+  std::function<bool(Job& job, const std::vector<int>& alive_ranks)> on_timeout;
   std::chrono::milliseconds linger_after_timeout{0};
 
   /// Between asking ranks to stop (SIGTERM) and killing them.
   std::chrono::milliseconds grace{5000};
 
   bool stop_others_on_failure = true;
-  /// Before they are: time for ranks that lost a peer to notice it, say so and end by themselves.
+  /// Before they are: time for ranks that lost a peer to notice it, say so and end by themselves. Who failed first is
+  /// then told by what they say, not by the clock alone.
   std::chrono::milliseconds linger_after_failure{0};
 
   /// What counts as failing; a test kit's ranks may end with other codes on purpose.
@@ -76,7 +80,7 @@ struct RankResult {
 
 struct JobResult {
   std::vector<RankResult> ranks;    // as in JobOptions::ranks
-  std::optional<int> first_failed;  // the rank that failed first in time, never one that was stopped by us
+  std::optional<int> first_failed;  // see [Note: who failed first]; never one that was stopped by us
   bool timed_out = false;
   std::vector<int> alive_at_timeout;
   std::optional<int> interrupted_by;  // the first signal given to interrupt()
@@ -114,6 +118,7 @@ class Job {
 
   void start();
   void wait_for_events() const;
+  void announce_ends();
   void read_interrupts();
   void stop_after_failure();
   void act_on_time();
@@ -126,6 +131,7 @@ class Job {
   std::vector<int> alive_ranks() const;
   detail::RunningRank* find_running(int rank) const;
   JobResult result() const;
+  std::optional<int> first_failed(const std::vector<RankResult>& ranks) const;
 
   // Fixed after construction.
   const JobOptions options_;

@@ -13,10 +13,12 @@ namespace lockstep {
 namespace {
 
 // Agent store: torchrun hosts the store itself and says so; here that would make every rank a client of nobody.
-// Error file: belongs to the agent around us. The rest: ranks as mpirun and srun number them.
+// Error file: belongs to the agent around us. Ended ranks: those of a job around this one. The rest: ranks as mpirun
+// and srun number them.
 constexpr const char* kForeign[] = {
     "TORCHELASTIC_USE_AGENT_STORE",
     "TORCHELASTIC_ERROR_FILE",
+    "LOCKSTEP_ENDED_DIR",
     "OMPI_COMM_WORLD_RANK",
     "OMPI_COMM_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_RANK",

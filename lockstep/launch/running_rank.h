@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "lockstep/base/unique_fd.h"
@@ -31,6 +32,9 @@ class RunningRank {
   /// Whether the whole tree is gone and all it wrote was read.
   bool is_done() const { return child_.is_gone() && !stdout_open_ && !stderr_open_ && !report_reader_; }
 
+  /// True once: when it is first asked after the rank has ended.
+  bool is_end_news() { return !runs() && !std::exchange(end_was_told_, true); }
+
   /// Adds what to wait for.
   void add_events(std::vector<pollfd>& events) const;
 
@@ -56,6 +60,7 @@ class RunningRank {
   LineSplitter stderr_lines_;
   std::deque<std::string> last_lines_;
   std::string report_;
+  bool end_was_told_ = false;
 };
 
 }  // namespace lockstep::detail

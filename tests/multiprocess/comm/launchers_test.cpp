@@ -4,18 +4,49 @@
 #include <unistd.h>
 
 #include <array>
+#include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/str.h"
+#include "lockstep/comm/world.h"
 #include "lockstep/testing/skip.h"
 
 namespace lockstep {
+
+/// Outside of the unnamed namespace: its name shall be found in a stack.
+[[gnu::noinline]] void hang_in_a_named_function() {
+  while (true) ::pause();
+}
+
 namespace {
 
 using ::testing::HasSubstr;
+
+// What ranks of the tests below run: this program again, with one of these. Alone they are never run.
+TEST(LauncherPrograms, DISABLED_PrintsAndIsKilled) {
+  const auto world = init();
+  std::printf("before\n");
+  ::raise(SIGKILL);
+}
+
+TEST(LauncherPrograms, DISABLED_Hangs) {
+  const auto world = init();
+  hang_in_a_named_function();
+}
+
+TEST(LauncherPrograms, DISABLED_OnlyMeets) {
+  const auto world = init();
+}
+
+std::string program(const std::string& name) {
+  std::string path(4096, '\0');
+  path.resize(static_cast<std::size_t>(::readlink("/proc/self/exe", path.data(), path.size())));
+  return str(path, " --gtest_also_run_disabled_tests --gtest_filter=LauncherPrograms.DISABLED_", name);
+}
 
 struct Output {
   int code = -1;
@@ -58,6 +89,42 @@ TEST(Launchers, LockstepRunStartsTheProgram) {
   if (lockstep::testing::device_count() == 0) {
     EXPECT_THAT(output.text, HasSubstr("backend shm"));  // tensors on a GPU go another way
   }
+}
+
+// (U-9)
+TEST(Launchers, LockstepRunShowsWhatARankWroteBeforeItWasKilled) {
+  const auto output = run(str(LOCKSTEP_RUN_PATH, " -n 1 ", program("PrintsAndIsKilled")));
+  EXPECT_EQ(output.code, 128 + SIGKILL);
+  EXPECT_THAT(output.text, HasSubstr("[0] before\n"));
+}
+
+// (U-9)
+TEST(Launchers, LockstepRunShowsWhereRanksAreWhenTheTimeIsOver) {
+  const auto output = run(str(LOCKSTEP_RUN_PATH, " -n 2 --timeout 5s ", program("Hangs")));
+  EXPECT_EQ(output.code, 124);
+  EXPECT_THAT(output.text, HasSubstr("lockstep::hang_in_a_named_function()"));
+  EXPECT_THAT(output.text, HasSubstr("[1] main thread"));
+  EXPECT_THAT(output.text, HasSubstr("time is over; ranks 0, 1 still ran"));
+}
+
+/// Of two ranks one ends before init().
+void expect_that_others_name(int ended) {
+  const auto start = std::chrono::steady_clock::now();
+  const auto output =
+      run(str(LOCKSTEP_RUN_PATH, " -n 2 sh -c '[ $RANK = ", ended, " ] && exit 0; exec ", program("OnlyMeets"), "'"));
+  EXPECT_NE(output.code, 0);
+  EXPECT_THAT(output.text, HasSubstr(str("rank ", ended, " ended (exit code 0) before it came")));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
+}
+
+// not after the timeout of half an hour
+TEST(Launchers, RanksOfLockstepRunNoticeOneThatEndsBeforeItComes) {
+  expect_that_others_name(1);
+}
+
+// the one that would serve the store
+TEST(Launchers, RanksOfLockstepRunNoticeThatRankZeroEndsBeforeItComes) {
+  expect_that_others_name(0);
 }
 
 TEST(Launchers, TorchrunStartsTheSameProgram) {

@@ -108,6 +108,41 @@ TEST(Job, LetsSurvivorsSayWhatTheySeeBeforeItStopsThem) {
   EXPECT_TRUE(result.at(2).stopped_by_us);
 }
 
+// the rank that failed unwinds for longer than those it takes along
+TEST(Job, NamesARankThatBlamesNobodyBeforeOnesThatDo) {
+  auto options = job_of({"echo '[lockstep/comm] rank 0: rank 1 left by an exception'; exit 1",
+                         "sleep 0.3; echo 'what(): no such file'; exit 3",
+                         "sleep 0.1; echo '[lockstep/shm] rank 2: rank 1 is gone: its process ended'; exit 1"});
+  options.linger_after_failure = testing_internal::kPatience;
+  EXPECT_EQ(Job(std::move(options)).run().first_failed, 1);
+}
+
+TEST(Job, NamesTheEarliestIfAllBlameEachOther) {
+  auto options =
+      job_of({"sleep 0.3; echo rank 1 is gone, hung or late; exit 1", "echo rank 0 is gone, hung or late; exit 1"});
+  options.linger_after_failure = testing_internal::kPatience;
+  EXPECT_EQ(Job(std::move(options)).run().first_failed, 1);
+}
+
+//
+TEST(Job, TellsOfEveryRankThatEndsOnce) {
+  auto options = job_of({"sleep 0.3", "exit 3", "kill -9 $$"});
+  options.stop_others_on_failure = false;
+  std::map<int, Lines> ends;
+  options.on_end = [&](int rank, const ExitStatus& status) { ends[rank].push_back(status.describe()); };
+  Job(std::move(options)).run();
+  EXPECT_EQ(ends,
+            (std::map<int, Lines>{{0, {"exit code 0"}}, {1, {"exit code 3"}}, {2, {"killed by signal 9 (Killed)"}}}));
+}
+
+TEST(Job, StopsAtOnceAtTheTimeoutIfNobodyWasAsked) {
+  auto options = job_of({"sleep 1000"});
+  options.timeout = milliseconds(100);
+  options.linger_after_timeout = std::chrono::hours(1);
+  options.on_timeout = [](Job&, const std::vector<int>&) { return false; };
+  EXPECT_TRUE(Job(std::move(options)).run().timed_out);
+}
+
 TEST(Job, DoesNotLingerOnceAllHaveEnded) {
   auto options = job_of({"exit 7", "exit 3"});
   options.linger_after_failure = std::chrono::seconds(100);
@@ -150,6 +185,7 @@ TEST(Job, LetsTheCallerAskForLastWordsAtTheTimeout) {
   options.linger_after_timeout = testing_internal::kPatience;
   options.on_timeout = [](Job& job, const std::vector<int>& alive) {
     for (const int rank : alive) EXPECT_TRUE(job.signal_rank(rank, SIGUSR2));
+    return true;
   };
   const auto result = Job(std::move(options)).run();
   EXPECT_TRUE(result.timed_out);
@@ -160,7 +196,7 @@ TEST(Job, DoesNotTakeADeathByTheCallersSignalForAFailure) {
   auto options = job_of({"sleep 1000"});
   options.timeout = milliseconds(100);
   options.linger_after_timeout = milliseconds(30'000);
-  options.on_timeout = [](Job& job, const std::vector<int>&) { job.signal_rank(0, SIGUSR2); };
+  options.on_timeout = [](Job& job, const std::vector<int>&) { return job.signal_rank(0, SIGUSR2); };
   const auto result = Job(std::move(options)).run();
   EXPECT_EQ(result.first_failed, std::nullopt);
   EXPECT_EQ(result.at(0).status.signal, SIGUSR2);

@@ -139,6 +139,36 @@ TEST(LockstepRun, StopsAtTheTimeout) {
   EXPECT_TRUE(mark.processes().empty());
 }
 
+// U-9: a shell that does not know the request would die of it
+TEST(LockstepRun, AsksOnlyRanksThatCatchTheSignalForTheirStacks) {
+  const auto outcome =
+      run_script({"-n", "2", "--timeout", "1s"},
+                 "if [ $RANK = 0 ]; then trap 'echo asked' USR2; else trap 'echo stopped; exit 0' TERM; fi; "
+                 "while :; do sleep 0.05; done");
+  EXPECT_EQ(outcome.code, 124);
+  EXPECT_TRUE(contains(outcome.out, "[0] asked")) << outcome.out;
+  EXPECT_TRUE(contains(outcome.out, "[1] stopped")) << outcome.out;
+}
+
+// (U-9)
+TEST(LockstepRun, MakesPythonFlushUnlessTheUserChose) {
+  EXPECT_EQ(run_script({}, "echo $PYTHONUNBUFFERED").out, "[0] 1\n");
+  EXPECT_EQ(run_script({}, "echo $PYTHONUNBUFFERED", {{"PYTHONUNBUFFERED", "x"}}).out, "[0] x\n");
+}
+
+//
+TEST(LockstepRun, TellsRanksWhichOfThemHaveEnded) {
+  const auto outcome = run_script({"-n", "2"},
+                                  "[ $RANK = 1 ] && exit 0; while [ ! -e $LOCKSTEP_ENDED_DIR/1 ]; do sleep 0.01; done; "
+                                  "cat $LOCKSTEP_ENDED_DIR/1; echo; echo $LOCKSTEP_ENDED_DIR");
+  EXPECT_EQ(outcome.code, 0);
+  const auto lines = sorted_lines(outcome.out);
+  ASSERT_EQ(lines.size(), 2U) << outcome.out;
+  EXPECT_EQ(lines[1], "[0] exit code 0");
+  struct stat folder {};
+  EXPECT_NE(::stat(lines[0].substr(4).c_str(), &folder), 0) << lines[0];
+}
+
 TEST(LockstepRun, KillsAStubbornRankAfterTheGrace) {
   const TemporaryDirectory directory;
   const std::string deaf = directory / "deaf";

@@ -54,6 +54,13 @@ TEST(RunOptions, TakeEveryOption) {
   EXPECT_FALSE(options.prefix);
 }
 
+// (U-9)
+TEST(RunOptions, SayWhatMpirunsSpellingIsHere) {
+  for (const Arguments& arguments : {Arguments{"-np", "2", "train"}, Arguments{"-np", "2", "--", "train"}}) {
+    EXPECT_NE(refused(arguments).find("-np is -n here: lockstep-run -n 2 PROGRAM"), std::string::npos);
+  }
+}
+
 TEST(RunOptions, TakeTheRankCountInAllItsSpellings) {
   EXPECT_EQ(accepted({"-n4", "train"}).ranks_per_node, 4);
   EXPECT_EQ(accepted({"--nproc-per-node", "4", "train"}).ranks_per_node, 4);
