@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <thread>
 
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -19,13 +20,45 @@
 #include "lockstep/base/env.h"
 #include "lockstep/base/str.h"
 #include "lockstep/base/unique_fd.h"
+#include "lockstep/comm/absent_ranks.h"
+#include "lockstep/comm/deadline.h"
 #include "lockstep/comm/failure.h"
+#include "lockstep/comm/port_probe.h"
 
 namespace lockstep {
 namespace {
 
-StorePtr tcp_store(const std::string& host, int port, bool is_server, int rank, int size,
+[[noreturn]] void report_no_store(const std::string& host, int port, const RankEnvironment& self,
+                                  std::chrono::milliseconds timeout, const std::string& cause) {
+  TORCH_CHECK_WITH(DistBackendError, false, "[lockstep/comm] rank ", self.rank, " of ", self.world_size,
+                   ": no store at ", host, ":", port, " within ", timeout.count(), " ms: ", cause,
+                   ". Is rank 0 running, and reachable by that name?");
+}
+
+/// Returns once somebody listens there. TCPStore would wait, too, but it logs every attempt and takes its time over.
+void wait_for_server(const std::string& host, int port, const RankEnvironment& self,
+                     std::chrono::milliseconds timeout) {
+  const detail::Deadline deadline(timeout);
+  const auto is_over = deadline_after(timeout);
+  // The longest: a host that does not answer at all is asked anew, since its name may stand for another one by then.
+  constexpr std::chrono::milliseconds kAttempt = std::chrono::seconds(5);
+  auto pause = std::chrono::milliseconds(10);
+  while (true) {
+    const auto cause = detail::probe_port(host, port, std::min(kAttempt, deadline.left()));
+    if (cause.empty()) return;
+    const auto end = self.launcher_serves_store ? std::nullopt : detail::how_rank_ended(self.ended_dir, 0);
+    TORCH_CHECK_WITH(DistBackendError, !end, "[lockstep/comm] rank ", self.rank, " of ", self.world_size,
+                     ": no store at ", host, ":", port, ": rank 0 ended (", end.value_or(""), ") before it came");
+    if (std::chrono::steady_clock::now() > is_over) report_no_store(host, port, self, timeout, cause);
+    std::this_thread::sleep_for(std::min(pause, deadline.left()));
+    pause = std::min(pause * 2, std::chrono::milliseconds(500));
+  }
+}
+
+StorePtr tcp_store(const std::string& host, int port, bool is_server, const RankEnvironment& self,
                    std::chrono::milliseconds timeout) {
+  const detail::Deadline deadline(timeout);
+  if (!is_server) wait_for_server(host, port, self, timeout);
   // The store's client writes to its socket without asking for an error instead of a signal.
   keep_broken_pipes_from_killing();
   c10d::TCPStoreOptions options;
@@ -33,7 +66,7 @@ StorePtr tcp_store(const std::string& host, int port, bool is_server, int rank, 
   options.isServer = is_server;
   // Whoever is missing is named when the first group is made; waiting here could not.
   options.waitWorkers = false;
-  options.timeout = timeout;
+  options.timeout = deadline.left();
   // A process may meet twice: for its groups and for RPC.
   options.multiTenant = true;
   try {
@@ -42,12 +75,10 @@ StorePtr tcp_store(const std::string& host, int port, bool is_server, int rank, 
     return store;
   } catch (const std::exception& error) {
     const auto cause = detail::first_line(error);
-    TORCH_CHECK_WITH(DistBackendError, !is_server, "[lockstep/comm] rank ", rank, " of ", size,
+    TORCH_CHECK_WITH(DistBackendError, !is_server, "[lockstep/comm] rank ", self.rank, " of ", self.world_size,
                      ": cannot serve the store at port ", port, ": ", cause,
                      ". Is another job using the port? Choose one with MASTER_PORT or lockstep-run --master.");
-    TORCH_CHECK_WITH(DistBackendError, false, "[lockstep/comm] rank ", rank, " of ", size, ": no store at ", host, ":",
-                     port, " within ", timeout.count(), " ms: ", cause,
-                     ". Is rank 0 running, and reachable by that name?");
+    report_no_store(host, port, self, timeout, cause);
   }
 }
 
@@ -111,14 +142,14 @@ StorePtr rendezvous(const std::string& init_method, const RankEnvironment& self,
   if (rest_after("env://")) {
     if (self.world_size == 1 && self.master_port == 0) return c10::make_intrusive<c10d::HashStore>();
     if (const auto file = env("LOCKSTEP_STORE_FILE")) return rendezvous("file://" + *file, self, timeout);
-    auto store = tcp_store(self.master_addr, self.master_port, self.rank == 0 && !self.launcher_serves_store, self.rank,
-                           self.world_size, timeout);
+    auto store =
+        tcp_store(self.master_addr, self.master_port, self.rank == 0 && !self.launcher_serves_store, self, timeout);
     // Torchrun keeps its store over restarts; ranks of one attempt must not see the keys of the one before.
     return c10::make_intrusive<c10d::PrefixStore>(str("lockstep/attempt_", self.restart_count), store);
   }
   if (const auto address = rest_after("tcp://")) {
     const auto [host, port] = split_host_port(*address, init_method);
-    return tcp_store(host, port, self.rank == 0, self.rank, self.world_size, timeout);
+    return tcp_store(host, port, self.rank == 0, self, timeout);
   }
   if (const auto path = rest_after("file://")) {
     TORCH_CHECK(!path->empty(), "[lockstep/comm] init method '", init_method, "' names no file: file:///path");

@@ -90,7 +90,10 @@ TEST(World, NamesTheRanksThatDoNotCome) {
       {"rank 1", "rank 0, 2 did not come within 300 ms"});
 }
 
+// U-10: nothing but the sentence, and in time
 TEST(World, SaysWhereItLookedForTheStore) {
+  ::testing::internal::CaptureStderr();
+  const auto start = std::chrono::steady_clock::now();
   expect_error(
       [] {
         static_cast<void>(init({.timeout = std::chrono::milliseconds(1000),
@@ -98,7 +101,9 @@ TEST(World, SaysWhereItLookedForTheStore) {
                                 .rank = 1,
                                 .world_size = 2}));
       },
-      {"rank 1 of 2", "127.0.0.1:1", "Is rank 0 running"});
+      {"rank 1 of 2", "127.0.0.1:1", "Connection refused", "Is rank 0 running"});
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::milliseconds(2000));
+  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "");
 }
 
 TEST(BackendRegistry, TakesNewBackends) {
