@@ -10,13 +10,22 @@ namespace lockstep {
 
 namespace detail {
 
+template <class M>
+inline constexpr bool kHoldsModule =
+    std::is_convertible_v<M, std::shared_ptr<torch::nn::Module>> || requires(const M& module) { module.ptr(); };
+
 /// `M` is a holder such as torch::nn::Linear, or a shared_ptr to a module.
 template <class M>
 std::shared_ptr<torch::nn::Module> as_module(const M& module) {
+  static_assert(kHoldsModule<M>,
+                "lockstep takes what holds a module, not the module itself: a class made by TORCH_MODULE(Net), such as "
+                "torch::nn::Linear, or std::make_shared<NetImpl>(...)");
   if constexpr (std::is_convertible_v<M, std::shared_ptr<torch::nn::Module>>) {
     return module;
-  } else {
+  } else if constexpr (kHoldsModule<M>) {
     return module.ptr();
+  } else {
+    return nullptr;  // one error is enough
   }
 }
 

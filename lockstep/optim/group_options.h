@@ -5,6 +5,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <memory>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -23,6 +24,17 @@ struct GroupOptions final : torch::optim::OptimizerCloneableOptions<GroupOptions
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
 };
+
+template <class Number>
+concept LearningRate = std::is_arithmetic_v<Number> && !std::is_same_v<Number, bool>;
+
+/// The defaults, with another learning rate.
+template <class Options>
+Options with_lr(double lr) {
+  Options options;
+  options.lr = lr;
+  return options;
+}
 
 /// Options of one parameter group. They are complete: unlike Python's, they do not take over what they do not name.
 ///   torch::optim::OptimizerParamGroup(biases, group_options(AdamWOptions{.lr = 1e-3, .weight_decay = 0}))

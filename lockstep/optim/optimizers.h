@@ -21,6 +21,13 @@ class RuleOptimizer : public torch::optim::Optimizer {
   /// Groups without options get the defaults. Throws what Python complains about, in the defaults and in each group.
   explicit RuleOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, Options defaults = {});
   explicit RuleOptimizer(std::vector<at::Tensor> parameters, Options defaults = {});
+  /// The learning rate alone, as Python takes it: SGD(parameters, 0.1). A template, so that {} is options.
+  template <LearningRate Number>
+  RuleOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, Number lr)
+      : RuleOptimizer(param_groups, with_lr<Options>(lr)) {}
+  template <LearningRate Number>
+  RuleOptimizer(std::vector<at::Tensor> parameters, Number lr)
+      : RuleOptimizer(std::move(parameters), with_lr<Options>(lr)) {}
 
   /// As libtorch's, except that the options a group brings are kept: libtorch's gives it the defaults instead if it
   /// does not know their type. Called through a reference to the base class it still does.

@@ -94,6 +94,16 @@ class ZeroRedundancyOptimizer final : public ZeroOptimizer {
   ZeroRedundancyOptimizer(std::vector<at::Tensor> params, LocalOptions options, const GroupPtr& group)
       : ZeroRedundancyOptimizer(std::move(params), std::move(options), ZeroOptions{.process_group = group}) {}
 
+  /// The learning rate alone: ZeroRedundancyOptimizer<optim::SGD>(params, 0.1). Options of libtorch's take it anyway.
+  template <class Params, optim::LearningRate Number>
+    requires requires(LocalOptions options) { options.lr = 0.1; }
+  ZeroRedundancyOptimizer(Params params, Number lr, ZeroOptions zero = {})
+      : ZeroRedundancyOptimizer(std::move(params), optim::with_lr<LocalOptions>(lr), std::move(zero)) {}
+  template <class Params, optim::LearningRate Number>
+    requires requires(LocalOptions options) { options.lr = 0.1; }
+  ZeroRedundancyOptimizer(Params params, Number lr, const GroupPtr& group)
+      : ZeroRedundancyOptimizer(std::move(params), optim::with_lr<LocalOptions>(lr), group) {}
+
   using ZeroOptimizer::step;
   /// step() with `local_step(optimizer)` in place of the local optimizer's own: for steps that take arguments. What it
   /// returns is returned.

@@ -1,6 +1,5 @@
 #include "lockstep/testing/fsdp/parity.h"
 
-#include <ATen/autocast_mode.h>
 #include <torch/optim/sgd.h>
 
 #include <algorithm>
@@ -9,6 +8,7 @@
 #include "lockstep/base/str.h"
 #include "lockstep/ddp/distributed_data_parallel.h"
 #include "lockstep/fsdp/state_dict.h"
+#include "lockstep/nn/autocast.h"
 #include "lockstep/nn/module_tensors.h"
 #include "lockstep/shard/layout_of.h"
 #include "lockstep/testing/checks.h"
@@ -16,30 +16,6 @@
 
 namespace lockstep::testing {
 namespace {
-
-class AutocastScope {
- public:
-  AutocastScope(bool is_on, c10::DeviceType device, at::ScalarType dtype)
-      : device_(device),
-        was_on_(at::autocast::is_autocast_enabled(device)),
-        dtype_before_(at::autocast::get_autocast_dtype(device)) {
-    at::autocast::increment_nesting();
-    at::autocast::set_autocast_enabled(device, is_on);
-    if (is_on) at::autocast::set_autocast_dtype(device, dtype);
-  }
-  ~AutocastScope() {
-    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
-    at::autocast::set_autocast_enabled(device_, was_on_);
-    at::autocast::set_autocast_dtype(device_, dtype_before_);
-  }
-  AutocastScope(const AutocastScope&) = delete;
-  AutocastScope& operator=(const AutocastScope&) = delete;
-
- private:
-  const c10::DeviceType device_;
-  const bool was_on_;
-  const at::ScalarType dtype_before_;
-};
 
 std::optional<at::ScalarType> input_dtype(const TrainOptions& options, bool is_sharded) {
   if (options.use_pure_fp16) return at::kHalf;
@@ -98,9 +74,8 @@ void check_offload(const torch::nn::Module& model, const std::string& when) {
 at::Tensor loss_of_step(FsdpTestModel& model, const TrainOptions& options, const ModelForward& forward,
                         bool is_sharded) {
   const auto device = compute_device().type();
-  auto dtype = at::autocast::get_autocast_dtype(device);
-  if (options.mixed_precision) dtype = options.mixed_precision->param_dtype.value_or(dtype);
-  const AutocastScope autocast(options.autocast, device, dtype);
+  const auto dtype = options.mixed_precision ? options.mixed_precision->param_dtype : std::nullopt;
+  const Autocast autocast(device, dtype, options.autocast);
   const auto inputs = inputs_of(model, input_dtype(options, is_sharded));
   return model.get_loss(inputs, forward ? forward(inputs) : model.forward(inputs));
 }

@@ -25,6 +25,10 @@ struct InnerImpl : torch::nn::Module {
 };
 TORCH_MODULE(Inner);
 
+// U-8: others are told in a sentence
+static_assert(detail::kHoldsModule<Inner> && detail::kHoldsModule<std::shared_ptr<InnerImpl>>);
+static_assert(!detail::kHoldsModule<InnerImpl>);
+
 class Wrapper : public WrappedModule<Inner> {
  public:
   explicit Wrapper(Inner inner) : WrappedModule("Wrapper", std::move(inner)) {}

@@ -21,6 +21,20 @@ TEST(Optimizers, KeepLibtorchsStateTypes) {
   EXPECT_FALSE(state.max_exp_avg_sq().defined());
 }
 
+// U-8: as Python takes it; {} and {.lr = 0.1} are options as ever
+TEST(Optimizers, TakeALearningRateAlone) {
+  const auto parameters = made_parameters();
+  const auto options = [](const torch::optim::Optimizer& optimizer) {
+    return optim::options_from<optim::SGDOptions>(optimizer.param_groups()[0].options());
+  };
+  EXPECT_EQ(options(optim::SGD(parameters, 0.1)), (optim::SGDOptions{.lr = 0.1}));
+  EXPECT_EQ(options(optim::SGD(parameters, 1)), (optim::SGDOptions{.lr = 1}));
+  EXPECT_EQ(options(optim::SGD(parameters, {0.1})), (optim::SGDOptions{.lr = 0.1}));
+  EXPECT_EQ(options(optim::SGD(parameters, {})), optim::SGDOptions());
+  EXPECT_EQ(options(optim::SGD({OptimizerParamGroup(parameters)}, 0.1)), (optim::SGDOptions{.lr = 0.1}));
+  EXPECT_EQ(optim::AdamW(parameters, 0.1).param_groups()[0].options().get_lr(), 0.1);
+}
+
 TEST(Optimizers, MakeNoStateForParametersWithoutGradient) {
   const auto parameters = made_parameters();
   const auto before = parameters[1].detach().clone();
