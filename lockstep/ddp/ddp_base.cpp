@@ -7,8 +7,8 @@
 
 namespace lockstep {
 
-NoSyncGuard::NoSyncGuard(DdpEngine& engine) : engine_(engine), was_enabled_(engine.is_sync_enabled()) {
-  engine_.set_sync_enabled(false);
+NoSyncGuard::NoSyncGuard(DdpEngine& engine, bool is_local) : engine_(engine), was_enabled_(engine.is_sync_enabled()) {
+  if (is_local) engine_.set_sync_enabled(false);
 }
 
 NoSyncGuard::~NoSyncGuard() {
@@ -68,8 +68,8 @@ void DdpBase::backward(const at::Tensor& loss, double weight) {
   engine_->backward(loss, weight);
 }
 
-NoSyncGuard DdpBase::no_sync() {
-  return NoSyncGuard(*engine_);
+NoSyncGuard DdpBase::no_sync(bool is_local) {
+  return NoSyncGuard(*engine_, is_local);
 }
 
 // ---- Join ----

@@ -32,7 +32,7 @@ class DdpEngine;
 /// reduces the sum. Nests.
 class NoSyncGuard {
  public:
-  explicit NoSyncGuard(DdpEngine& engine);
+  explicit NoSyncGuard(DdpEngine& engine, bool is_local = true);
   ~NoSyncGuard();
   NoSyncGuard(const NoSyncGuard&) = delete;
   NoSyncGuard& operator=(const NoSyncGuard&) = delete;
@@ -52,8 +52,9 @@ class DdpBase : public Joinable {
   /// A rank without samples gives 0; its gradients are then left out, even if the mean over nothing made them NaN.
   void backward(const at::Tensor& loss, double weight = 1);
 
-  /// Forwards inside this scope, and their backwards, do not communicate.
-  [[nodiscard]] NoSyncGuard no_sync();
+  /// Forwards inside this scope, and their backwards, do not communicate. With false it changes nothing, for loops that
+  /// accumulate: `const auto guard = ddp.no_sync(step % 4 != 3);`.
+  [[nodiscard]] NoSyncGuard no_sync(bool is_local = true);
 
   /// A scope in which ranks may have different numbers of inputs: `auto scope = ddp.join();`, then forward and
   /// backward as often as there are inputs, then scope.finish(), or `ddp.join().run([&] { … });`. See

@@ -49,7 +49,7 @@ void check_local_gradients(const Case& file_case, int rank) {
 /// Forward and backward; the loss.
 at::Tensor run_step(DistributedDataParallel<std::shared_ptr<Model>>& ddp, const std::string& kind,
                     const RankStep& step) {
-  const auto no_sync = kind == "local" ? std::optional<NoSyncGuard>(std::in_place, ddp.engine()) : std::nullopt;
+  const auto no_sync = ddp.no_sync(kind == "local");
   const at::AutoGradMode grad_mode(kind != "evaluate");
   auto loss = loss_of(ddp, step);
   if (kind != "evaluate") loss.backward();

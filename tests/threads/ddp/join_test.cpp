@@ -342,7 +342,7 @@ TEST_P(DdpJoinWays, LocalStepsAreMirroredAsSuch) {
       ddp.join().run([&] {
         for (int step = 1; step <= 3 + 5 * world.rank(); ++step) {
           const bool is_reduced = step % interval == 1;
-          const auto no_sync = is_reduced ? std::nullopt : std::optional<NoSyncGuard>(std::in_place, ddp.engine());
+          const auto no_sync = ddp.no_sync(!is_reduced);
           ddp(random_batch(2, 6, 10 * world.rank() + step)).pow(2).mean().backward();
           if (!is_reduced) continue;
           optimizer.step();

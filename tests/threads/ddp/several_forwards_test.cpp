@@ -47,8 +47,7 @@ LOCKSTEP_THREAD_TEST(DdpSeveralForwards, OneUnderNoSyncLeavesASyncedOneArmed, 2)
   for (const auto& options : kWays) {
     DistributedDataParallel ddp(mlp(kSizes), world.group(), options);
     const auto forward = [&](const at::Tensor& input, bool is_synced) {
-      std::optional<NoSyncGuard> guard;
-      if (!is_synced) guard.emplace(ddp.engine());
+      const auto guard = ddp.no_sync(!is_synced);
       return ddp(input);
     };
     for (int step = 0; step < 3; ++step) {

@@ -372,6 +372,28 @@ LOCKSTEP_THREAD_TEST(DdpNoSync, MicroStepsEqualOneBigBatch, 2) {
   }
 }
 
+// U-6: a guard that says when it counts, in a loop that accumulates
+LOCKSTEP_THREAD_TEST(DdpNoSync, BySteps, 2) {
+  const auto batch = random_batch(16, 6, 3);
+  const auto expected = reference({6, 5, 3}, batch);
+  DistributedDataParallel ddp(mlp({6, 5, 3}), world.group());
+  const auto parts = my_rows(batch, world).tensor_split(4);
+  for (int step = 0; step < 12; ++step) {
+    if (step % 4 == 0) zero_grads(ddp);
+    Recorder recorder;
+    const auto guard = ddp.no_sync(step % 4 != 3);
+    (ddp(parts[static_cast<std::size_t>(step % 4)]).pow(2).mean() / 4).backward();
+    if (step % 4 != 3) {
+      testing::expect_none(recorder.events("launch"), "all_reduce");
+    } else {
+      expect_close(gradients_of(ddp), expected);
+    }
+  }
+  const auto outer = ddp.no_sync();
+  const auto inner = ddp.no_sync(false);
+  EXPECT_FALSE(ddp.engine().is_sync_enabled()) << "inside of another one, false changes nothing";
+}
+
 // DDP-45
 LOCKSTEP_THREAD_TEST(DdpNoSync, NestsAndIsUndoneByAnException, 2) {
   DistributedDataParallel ddp(mlp({4, 3}), world.group());
@@ -399,8 +421,7 @@ LOCKSTEP_THREAD_TEST(DdpNoSync, AlsoSkipsBuffersOfTheNextForward, 2) {
   DistributedDataParallel ddp(module, world.group());
   const auto broadcasts = [&](bool is_synced) {
     Recorder recorder;
-    std::optional<NoSyncGuard> guard;
-    if (!is_synced) guard.emplace(ddp.engine());
+    const auto guard = ddp.no_sync(!is_synced);
     ddp(random_batch(2, 4, 1)).sum().backward();
     int count = 0;
     for (const auto& event : recorder.events("launch")) count += event.kind == "broadcast" && event.bytes == 4 ? 1 : 0;

@@ -171,8 +171,7 @@ LOCKSTEP_THREAD_TEST(DdpWeights, OfABackwardThatThrowsAreForgotten, 2) {
       zero_grads(ddp);
       fails = true;
       {
-        std::optional<NoSyncGuard> guard;
-        if (is_local) guard.emplace(ddp.engine());
+        const auto guard = ddp.no_sync(is_local);
         expect_error([&] { ddp.backward(loss_of(ddp(samples.first)), 10.0 + world.rank()); }, {"a hook of the user's"});
       }
       fails = false;

@@ -548,7 +548,7 @@ LOCKSTEP_THREAD_TEST(JoinTraining, AccumulationsEndWithWhatRanksHave, 3) {
         for (int step = 0; step < inputs[world.rank()]; ++step) {
           if (step % kWindow == 0) optimizer.zero_grad();
           const bool is_last = step % kWindow == kWindow - 1;
-          const auto local = is_last ? std::nullopt : std::optional<NoSyncGuard>(std::in_place, ddp.engine());
+          const auto local = ddp.no_sync(!is_last);
           loss_of(ddp, world.rank(), step).backward();
           if (is_last) optimizer.step();
         }
@@ -634,7 +634,7 @@ TEST(JoinTraining, RanksThatAverageAtTheirOwnEndAreTold) {
             ddp.join().run([&] {
               for (int step = 0; step < inputs; ++step) {
                 const bool is_last = step + 1 == inputs;
-                const auto local = is_last ? std::nullopt : std::optional<NoSyncGuard>(std::in_place, ddp.engine());
+                const auto local = ddp.no_sync(!is_last);
                 loss_of(ddp, world.rank(), step).backward();
               }
             });
@@ -650,7 +650,7 @@ LOCKSTEP_THREAD_TEST(JoinTraining, VotesThatDifferAreNamed, 3) {
   const auto train = [&] {
     ddp.join().run([&] {
       if (world.rank() == 0) return;
-      const auto local = world.rank() == 1 ? std::nullopt : std::optional<NoSyncGuard>(std::in_place, ddp.engine());
+      const auto local = ddp.no_sync(world.rank() != 1);
       loss_of(ddp, world.rank(), 0).backward();
     });
   };
