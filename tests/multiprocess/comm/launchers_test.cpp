@@ -13,6 +13,7 @@
 #include "lockstep/base/env.h"
 #include "lockstep/base/str.h"
 #include "lockstep/comm/world.h"
+#include "lockstep/launch/port.h"
 #include "lockstep/testing/skip.h"
 
 namespace lockstep {
@@ -125,6 +126,15 @@ TEST(Launchers, RanksOfLockstepRunNoticeOneThatEndsBeforeItComes) {
 // the one that would serve the store
 TEST(Launchers, RanksOfLockstepRunNoticeThatRankZeroEndsBeforeItComes) {
   expect_that_others_name(0);
+}
+
+// under other launchers, which do not tell who ended
+TEST(Launchers, RanksWarnOfOnesThatDoNotComeForLong) {
+  const PortReservation port;
+  const auto output =
+      run(str("env RANK=0 WORLD_SIZE=3 LOCAL_RANK=0 LOCAL_WORLD_SIZE=3 MASTER_ADDR=127.0.0.1 MASTER_PORT=", port.port(),
+              " timeout 15 ", program("OnlyMeets")));
+  EXPECT_THAT(output.text, HasSubstr("rank 0: making group 'world' waits for rank 1, 2 since 10 s"));
 }
 
 TEST(Launchers, TorchrunStartsTheSameProgram) {
