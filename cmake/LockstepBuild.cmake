@@ -88,6 +88,9 @@ function(lockstep_take_mutants sources)
   endforeach()
   set(${sources} ${taken} "${LOCKSTEP_MUTANTS}/lockstep_mutant.cpp" PARENT_SCOPE)
   include_directories("${LOCKSTEP_MUTANTS}")
+  if(LOCKSTEP_GOOGLETEST_DIR)
+    include_directories(SYSTEM "${LOCKSTEP_GOOGLETEST_DIR}/googletest/include")
+  endif()
 endfunction()
 
 # For programs that spend their time in libraries: compiled in half the time, as they are run a few times only.

@@ -22,7 +22,7 @@ import re
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -241,7 +241,7 @@ def build(arguments):
         wrong = {(file, int(line)) for file, line in re.findall(r"sources/(lockstep/\S+?\.cpp):(\d+):\d+: error", output.stdout)}
         left = [mutant for mutant in mutants if (mutant["file"], mutant["line"]) not in wrong]
         if len(left) == len(mutants):
-            sys.exit(output.stdout[-6000:])
+            sys.exit("\n".join(line for line in output.stdout.splitlines() if "error" in line)[:6000])
         print(f"{len(mutants) - len(left)} mutants do not compile and are left out")
         DRAWN.write_text(json.dumps(left, indent=1))
         write_sources(left)
@@ -321,7 +321,9 @@ def run(arguments):
 
     todo = [m for m in mutants if (m["id"] in chosen if chosen else str(m["id"]) not in results)]
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        for mutant, (verdict, by) in zip(todo, pool.map(attempt, todo)):
+        tried = {pool.submit(attempt, mutant): mutant for mutant in todo}
+        for future in as_completed(tried):
+            mutant, (verdict, by) = tried[future], future.result()
             results[str(mutant["id"])] = {"verdict": verdict, "by": by}
             RESULTS.write_text(json.dumps(results, indent=1))
             print(f"{mutant['id']:4} {verdict:12} {mutant['file']}:{mutant['line']} {mutant['what']}: {mutant['text'].strip()[:90]} | {by}", flush=True)

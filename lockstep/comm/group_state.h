@@ -27,7 +27,7 @@ struct GroupDescription {
   std::chrono::milliseconds timeout;
   std::string backend_spec = "";
   std::string address = "127.0.0.1";
-  std::string ended_dir = "";  // see RankEnvironment
+  std::string ended_dir = "";           // see RankEnvironment
   std::vector<std::string> homes = {};  // by rank, see process_home.h; empty until they are known
   /// Where survivors of this group, and of those made after its failures, meet: null for a first one, whose own store
   /// it is.

@@ -4,6 +4,7 @@
 
 #include <numeric>
 
+#include "lockstep/base/str.h"
 #include "lockstep/ddp/reducer.h"
 
 namespace lockstep {
