@@ -8,6 +8,7 @@
 #include "lockstep/checkpointing/checkpoint.h"
 #include "lockstep/nn/capture_mark.h"
 #include "lockstep/testing/checks.h"
+#include "tests/support/ddp_models.h"
 
 namespace lockstep::graph_compiled_test {
 namespace {
@@ -193,7 +194,40 @@ TEST(GraphCompiled, CapturesAnewForWhatItBakedIn) {
     EXPECT_NE(reasons[i].find(expected[i]), std::string::npos) << i << ": " << reasons[i];
   }
   // No more than it may; the module runs as it is.
-  EXPECT_EQ(captures_after(torch::randn({5, 8}, at::kDouble)), 8);
+  const ddp_models::Warnings warnings;
+  EXPECT_EQ(captures_after(torch::randn({4, 8}, at::kDouble)), 8);
+  EXPECT_EQ(warnings.count("max_captures"), 0);
+  for (const int rows : {5, 6}) EXPECT_EQ(captures_after(torch::randn({rows, 8}, at::kDouble)), 8);
+  EXPECT_EQ(warnings.count("was captured 8 times"), 1);
+}
+
+struct DroppingImpl : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& x) { return last->forward(first->forward(x)); }
+  torch::nn::Dropout first = register_module("first", torch::nn::Dropout(0.5));
+  torch::nn::Dropout last = register_module("last", torch::nn::Dropout(0.5));
+};
+TORCH_MODULE(Dropping);
+
+// GRAPH-8
+TEST(GraphCompiled, CapturesAnewForTheModeOfAnyModule) {
+  const auto x = torch::ones({64});
+  const auto zeros_of = [](const at::Tensor& y) { return (y == 0).sum().item<std::int64_t>(); };
+  Compiled<Dropping> model;
+  EXPECT_GT(zeros_of(model->forward(x)), 0);
+  model->first->eval();
+  EXPECT_GT(zeros_of(model->forward(x)), 0);
+  EXPECT_EQ(model->compiler().captures(), 2);
+  model->last->eval();
+  EXPECT_EQ(zeros_of(model->forward(x)), 0);
+  EXPECT_EQ(model->compiler().captures(), 3);
+  // One without children.
+  Compiled<torch::nn::Dropout> alone;
+  EXPECT_GT(zeros_of(alone->forward(x)), 0);
+  alone->eval();
+  EXPECT_EQ(zeros_of(alone->forward(x)), 0);
+  alone->train();
+  EXPECT_GT(zeros_of(alone->forward(x)), 0);
+  EXPECT_EQ(alone->compiler().captures(), 2);
 }
 
 // GRAPH-8
@@ -409,6 +443,35 @@ TEST(GraphCompiled, LeavesWithoutGradientsWhatTheForwardDoes) {
   }
 }
 
+struct TwoHeadsImpl : torch::nn::Module {
+  std::pair<at::Tensor, at::Tensor> forward(const at::Tensor& x) {
+    const auto y = body->forward(x);
+    return {a->forward(y), b->forward(y)};
+  }
+  torch::nn::Linear body = register_module("body", torch::nn::Linear(4, 4));
+  torch::nn::Linear a = register_module("a", torch::nn::Linear(4, 4));
+  torch::nn::Linear b = register_module("b", torch::nn::Linear(4, 4));
+};
+TORCH_MODULE(TwoHeads);
+
+// GRAPH-38
+TEST(GraphCompiled, GivesNoGradientsBehindOutputsThatTheLossDoesNotUse) {
+  for (const auto* const backend : {"eager", "autograd"}) {
+    TwoHeads plain;
+    const auto x = torch::randn({2, 4});
+    plain->forward(x).first.pow(2).sum().backward();
+    const auto wanted = plain->body->weight.grad().clone();
+    for (auto& parameter : plain->parameters()) parameter.mutable_grad() = at::Tensor();
+    Compiled<TwoHeads> model(*plain);
+    model->set_compile_options({.backend = backend});
+    model->forward(x).first.pow(2).sum().backward();
+    EXPECT_TRUE(at::equal(model->body->weight.grad(), wanted)) << backend;
+    EXPECT_TRUE(model->a->weight.grad().defined()) << backend;
+    EXPECT_FALSE(model->b->weight.grad().defined()) << backend;
+    EXPECT_FALSE(model->b->bias.grad().defined()) << backend;
+  }
+}
+
 // GRAPH-1, GRAPH-38
 TEST(GraphCompiled, IsOneNodeOfAutogradAndMayBeRetained) {
   Compiled<Mlp> model;
@@ -466,6 +529,13 @@ TEST(GraphCompiled, HandsPartsToABackend) {
         other->forward(torch::ones({1, 8}));
       },
       {"no backend 'no such'", "autograd, eager, executor"});
+  // Before there is anything to run; a function of one's own may have any name.
+  expect_error([] { graph::Compiler({.backend = "no such"}, "net"); }, {"no backend 'no such'"});
+  options.backend = "mine";
+  Compiled<Mlp> named;
+  named->set_compile_options(options);
+  EXPECT_TRUE(at::equal(named->forward(x), static_cast<MlpImpl&>(*named).MlpImpl::forward(x)));
+  EXPECT_EQ(parts, 2);
   expect_error([] { graph::register_backend("eager", graph::backend_named("eager")); }, {"'eager'"});
   expect_error([] { graph::register_backend("null", nullptr); }, {"null"});
   expect_error([&] { model->set_compile_options({}); }, {"after the first forward"});
@@ -489,6 +559,26 @@ TEST(GraphCompiled, RunsAPartAsItWasCapturedIfTheBackendFails) {
 TEST(GraphCompiled, RunsThroughTorchScript) {
   expect_same<Mlp>({.backend = "executor"}, torch::randn({3, 8}), /*is_exact=*/false);
   expect_same<ConvNet>({.backend = "executor"}, torch::randn({4, 2, 5, 5}), /*is_exact=*/false);
+}
+
+struct ListsImpl : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& x) {
+    const auto halves = layer->forward(x).chunk(2, 1);
+    const auto parts = halves[0].split_with_sizes({1, 3}, 1);
+    const auto rows = halves[1].unbind(0);
+    return parts[0] * parts[1] + at::stack({rows[1], rows[0]}).narrow(1, 0, 3);
+  }
+  torch::nn::Linear layer = register_module("layer", torch::nn::Linear(8, 8));
+};
+TORCH_MODULE(Lists);
+
+// GRAPH-37
+TEST(GraphCompiled, RunsOperatorsThatReturnListsThroughTorchScript) {
+  expect_same<Lists>({.backend = "executor"}, torch::randn({2, 8}), /*is_exact=*/false);
+  Compiled<Lists> model;
+  model->set_compile_options({.backend = "executor"});
+  model->forward(torch::randn({2, 8}));
+  EXPECT_TRUE(model->compiler().program().parts()[0].is_compiled);
 }
 
 // GRAPH-37

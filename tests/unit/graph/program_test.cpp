@@ -6,6 +6,7 @@
 
 #include <cstdlib>
 #include <fstream>
+#include <map>
 
 #include "lockstep/graph/capture.h"
 #include "lockstep/testing/checks.h"
@@ -168,6 +169,24 @@ TEST(GraphProgram, WithoutCutsHandsOverTheWholeGraph) {
   Program program(graph, graph::SplitOptions{}, backend, outer_of(*net));
   EXPECT_EQ(seen, graph.to_string());
   EXPECT_EQ(program.describe().find("index"), std::string::npos) << "no table of one";
+}
+
+// GRAPH-43
+TEST(GraphProgram, DumpsATableOfItsBucketsIfThereAreSeveral) {
+  torch::nn::Sequential net(torch::nn::Linear(4, 4), torch::nn::Linear(4, 4));
+  const auto x = torch::randn({2, 4});
+  const auto dumped_with = [&](std::size_t cap) {
+    std::map<std::string, std::string> dumped;
+    const Program program(captured(net, x), graph::SplitOptions{.bucket_bytes_cap = cap}, graph::backend_named("eager"),
+                          outer_of(*net),
+                          [&](const std::string& what, const std::string& text) { dumped[what] = text; });
+    EXPECT_EQ(dumped.count("part 1"), program.buckets().size() - 1);
+    return dumped;
+  };
+  const auto two = dumped_with(1);
+  ASSERT_TRUE(two.contains("buckets"));
+  EXPECT_NE(two.at("buckets").find("1.weight"), std::string::npos) << two.at("buckets");
+  EXPECT_FALSE(dumped_with(1 << 20).contains("buckets"));
 }
 
 // GRAPH-46

@@ -245,6 +245,25 @@ TEST(GraphSplit, DoesNotCutThroughMemoryThatIsWritten) {
   }
 }
 
+// GRAPH-28
+TEST(GraphSplit, DoesNotCutBetweenInputsThatShareMemory) {
+  InPlace model(0);
+  const auto buckets_for = [&](const at::Tensor& base, const at::Tensor& other) {
+    const auto graph =
+        graph::capture({base, other}, graph::outer_tensors(*model), [&](const std::vector<at::Tensor>& fakes) {
+          const auto y = model->layers[1]->forward(model->layers[0]->forward(fakes[1]));
+          fakes[0].mul_(3);
+          return std::vector<at::Tensor>{model->layers[2]->forward(y + fakes[0])};
+        });
+    return plan_split(graph, {.bucket_bytes_cap = 1}).size();
+  };
+  const auto x = torch::randn({2, 8});
+  EXPECT_EQ(buckets_for(x, torch::randn({2, 8})), 3);
+  EXPECT_EQ(buckets_for(x, x.view({2, 8})), 2) << "what is read is written through the other one";
+  const auto wide = torch::randn({4, 8});
+  EXPECT_EQ(buckets_for(wide.narrow(0, 0, 2), wide.narrow(0, 1, 2)), 2);
+}
+
 // GRAPH-24, GRAPH-26
 TEST(GraphSplit, PartsReadWhatEarlierOnesMadeAndReturnWhatIsNeeded) {
   auto model = stack(4);
