@@ -27,8 +27,14 @@ TEST(MeasuredPlan, IsTheSameOnAllRanksAndTrainsAsAnyOther) {
     auto model = net();
     const auto x = torch::full({4, 16}, world.rank() + 1.0);
     model->parameters()[0].mutable_grad() = torch::ones({16, 16});
-    const auto measured =
-        measure_plan(*model, world.group(), [&] { model->forward(x).pow(2).mean().backward(); }, {.steps = 3});
+    int steps = 0;
+    const auto measured = measure_plan(*model, world.group(),
+                                       [&] {
+                                         model->forward(x).pow(2).mean().backward();
+                                         ++steps;
+                                       },
+                                       {.steps = 3});
+    EXPECT_EQ(steps, (2 + 3) + 2 * (1 + 3) * 2) << "to warm up and measured: alone, and twice with either plan";
     EXPECT_TRUE(at::equal(model->parameters()[0].grad(), torch::ones({16, 16}))) << "what was there before";
     EXPECT_FALSE(model->parameters()[1].grad().defined());
     model->zero_grad();
@@ -85,6 +91,8 @@ TEST(MeasuredPlan, TriesNothingIfGradientsAreMissingAndPutsThemBackAnyway) {
     testing::expect_error(
         [&] { measure_plan(*model, world.group(), [] { throw std::runtime_error("no data"); }, {.steps = 2}); },
         {"no data"});
+    testing::expect_error([&] { measure_plan(*model, world.group(), nullptr); }, {"measure_plan", "there is no step"});
+    testing::expect_error([&] { measure_plan(*model, nullptr, [] {}); }, {"measure_plan", "the group is null"});
     EXPECT_TRUE(model->parameters()[0].grad().is_same(kept));
   });
 }

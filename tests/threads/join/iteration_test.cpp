@@ -228,6 +228,22 @@ TEST_P(JoinIterations, ALiveRankDoesNotWaitForTheMessage) {
   });
 }
 
+// JOIN-54
+TEST_P(JoinIterations, ALiveRankMayBeIterationsAhead) {
+  run([](const World& world) {
+    AllReducer reducer(world.group(), "silent", {.has_main = false, .has_post = false});
+    Join scope({&reducer});
+    if (world.rank() == 0) {
+      for (int i = 0; i < 3; ++i) Join::notify(reducer);
+      world.store()->set("is ahead", "yes");
+    } else {
+      world.store()->wait({"is ahead"}, std::chrono::seconds(30));
+      Join::notify(reducer);
+    }
+    EXPECT_EQ(scope.finish().live_counts, (std::vector<int>{world.world_size(), 1, 1}));
+  });
+}
+
 // JOIN-17
 TEST_P(JoinIterations, TwoCallsPerBatchAreTwoIterations) {
   run([](const World& world) {
