@@ -520,6 +520,35 @@ TEST(ZeroConstruction, LeavesDdpAsItWasIfItFailsLate) {
       {1, 2}, {"threads"});
 }
 
+// Gradients that have come are in buckets, where it would not find them.
+TEST(ZeroConstruction, TakesNoGradientsOfABackwardThatIsUnderWay) {
+  using namespace ddp_models;
+  on_ranks(
+      [](const World& world) {
+        DistributedDataParallel ddp(mlp({6, 8, 3}), world.group());
+        DistributedDataParallel expected_ddp(mlp({6, 8, 3}), world.group());
+        const auto try_to_make = [&] {
+          Zero(ddp.parameters(), {0.1}, ZeroOptions{.stage = ZeroStage::kGradients, .ddp = ddp});
+        };
+        int tries = 0;
+        // Comes last; those of the other layer are there already.
+        ddp.module()->layers[0]->weight.register_hook([&](const at::Tensor& gradient) {
+          expect_error(try_to_make, {"kGradients", "cannot begin while a backward is under way"});
+          ++tries;
+          return gradient;
+        });
+        for (int step = 0; step < 2; ++step) {
+          zero_grads(ddp);
+          zero_grads(expected_ddp);
+          zero_fixtures::loss_of(ddp, world, step).backward();
+          zero_fixtures::loss_of(expected_ddp, world, step).backward();
+          expect_close(gradients_of(ddp), gradients_of(expected_ddp));
+        }
+        EXPECT_EQ(tries, 2);
+      },
+      {1, 2}, {"threads"});
+}
+
 // A change of what is trainable that could not be taken in is tried again by the next step.
 TEST(ZeroConstruction, TakesInTrainabilityThoughItFailedOnce) {
   on_ranks(
