@@ -121,6 +121,23 @@ TEST(DdpLogSink, IsSentSamples) {
   c10::SetPyTorchDDPUsageLogger([](const c10::DDPLoggingData&) {});
 }
 
+// DDP-107
+TEST(DdpLogSink, IsToldAtTheEndWhatTheLastBackwardShowed) {
+  std::vector<int64_t> sent;
+  c10::SetPyTorchDDPUsageLogger(
+      [&](const c10::DDPLoggingData& data) { sent.push_back(data.ints_map.at("can_set_static_graph")); });
+  testing::run_threads_in_gtest({.world_size = 1}, [&](const World& world) {
+    const Warnings quiet;
+    for (const bool differs : {false, true}) {
+      DistributedDataParallel ddp(seeded(Branchy()), world.group(), {.find_unused_parameters = true});
+      for (int step = 0; step < 3; ++step) ddp(input_of(world), true, !differs || step < 2).sum().backward();
+      EXPECT_EQ(ddp.get_ddp_logging_data().ints_map.at("can_set_static_graph"), 1) << "as of the last forward";
+    }
+    EXPECT_EQ(sent, (std::vector<int64_t>{0, 1, 0, 0}));
+  });
+  c10::SetPyTorchDDPUsageLogger([](const c10::DDPLoggingData&) {});
+}
+
 // DDP-20, DDP-108
 LOCKSTEP_THREAD_TEST(DdpDebug, NoticesChangedParameters, 1) {
   c10d::setDebugLevel(c10d::DebugLevel::Info);
@@ -302,6 +319,11 @@ LOCKSTEP_THREAD_TEST(DdpSnapshot, LosesNoParameters, 2) {
   auto sum = gradient.clone();
   all_reduce(sum, world.group());
   EXPECT_TRUE(at::allclose(sum, 2 * gradient)) << "the same on both ranks";
+  // Without a text between them too.
+  EXPECT_FALSE(delayed.snapshot().options.param_to_hook_all_reduce.defined());
+  DistributedDataParallel direct(mlp({4, 3, 2}), world.group(), delayed.snapshot().options);
+  direct(at::full({1, 4}, world.rank() + 1.0)).sum().backward();
+  testing::check_equal("average", direct.module()->layers[1]->weight.grad(), gradient);
 
   auto local = again.snapshot();
   local.require_backward_grad_sync = false;
@@ -377,6 +399,27 @@ LOCKSTEP_THREAD_TEST(DdpElastic, GoesOnWithFewerAndMoreRanks, 3) {
   }
   ddp.update_process_group(world.group());
   for (int step = 0; step < 3; ++step) EXPECT_FLOAT_EQ(mean(), 2);
+}
+
+// DDP-98: other ranks may use other parameters
+LOCKSTEP_THREAD_TEST(DdpElastic, CountsAStaticGraphAnew, 3) {
+  auto model = seeded(Branchy());
+  DistributedDataParallel ddp(model, world.group(), {.static_graph = true});
+  const auto mean = [&](bool uses_right) {
+    zero_grads(ddp);
+    ddp(at::ones({1, 4}), true, uses_right).mul(world.rank() + 1).sum().backward();
+    return model->left->bias.grad()[0].item<float>();
+  };
+  for (int step = 0; step < 3; ++step) EXPECT_FLOAT_EQ(mean(false), 2);
+  EXPECT_TRUE(ddp.engine().reducer()->has_counted_static_graph());
+  ddp.update_process_group(new_group(world.group(), {0, 1}));
+  if (world.rank() == 2) return;
+  EXPECT_FALSE(ddp.engine().reducer()->has_counted_static_graph());
+  for (int step = 0; step < 3; ++step) {
+    EXPECT_FLOAT_EQ(mean(true), 1.5);
+    EXPECT_FLOAT_EQ(model->right->bias.grad()[0].item<float>(), 1.5);
+  }
+  EXPECT_TRUE(ddp.engine().reducer()->has_counted_static_graph());
 }
 
 // DDP-98: a step that fails half way is forgotten with the group it failed on

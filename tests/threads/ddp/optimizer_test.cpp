@@ -415,12 +415,16 @@ LOCKSTEP_THREAD_TEST(DdpPerParameter, EqualsBuckets, 3) {
   std::size_t calls = 0;
   ddp.register_parameter_hook([&](at::Tensor& gradient, const at::Tensor& parameter) {
     EXPECT_EQ(gradient.sizes(), parameter.sizes());
-    gradient.fill_(7);
+    gradient.fill_(world.rank());
     ++calls;
   });
-  ddp(my_rows(batch, world)).pow(2).mean().backward();
+  {
+    Recorder recorder;
+    ddp(my_rows(batch, world)).pow(2).mean().backward();
+    EXPECT_TRUE(recorder.events("launch").empty()) << "the hook reduces, or nobody";
+  }
   EXPECT_EQ(calls, 4U);
-  EXPECT_TRUE((ddp.module()->layers[0]->bias.grad() == 7).all().item<bool>());
+  for (const auto& gradient : gradients_of(ddp)) EXPECT_TRUE((gradient == world.rank()).all().item<bool>());
   expect_error(
       [&] { DistributedDataParallel(mlp({4, 2}), world.group(), {.bucket_cap_mb = 1, .per_parameter = true}); },
       {"per_parameter", "bucket_cap_mb"});

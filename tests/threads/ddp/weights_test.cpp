@@ -105,6 +105,21 @@ LOCKSTEP_THREAD_TEST(DdpWeights, OfZeroCountNothingInAnAccumulation, 2) {
   }
 }
 
+// D-4: what makes gradients zero hangs on parameters once, and not before it is needed.
+LOCKSTEP_THREAD_TEST(DdpWeights, OfZeroHookAParameterOnce, 2) {
+  DistributedDataParallel ddp(mlp(kSizes), world.group());
+  const auto train = [&](double weight) { ddp.backward(loss_of(ddp(at::ones({1, 6}))), weight); };
+  // A hook's index is the number of those before it.
+  const auto hooks_so_far = [&] {
+    return ddp.module()->layers[0]->weight.register_hook([](const at::Tensor& gradient) { return gradient; });
+  };
+  EXPECT_EQ(hooks_so_far(), 0);
+  train(2);
+  EXPECT_EQ(hooks_so_far(), 1);
+  for (int step = 0; step < 4; ++step) train(world.rank());
+  EXPECT_EQ(hooks_so_far(), world.rank() == 0 ? 3 : 2);
+}
+
 // D-4: parameters that are reduced by themselves are divided by the weights as well.
 LOCKSTEP_THREAD_TEST(DdpWeights, HoldForDelayedParametersToo, 2) {
   auto model = mlp(kSizes);

@@ -196,6 +196,22 @@ LOCKSTEP_THREAD_TEST(DdpWrapper, NoticesReplicasThatDriftApart, 2) {
   }
 }
 
+// U-3: and if they were the same when they were first compared.
+LOCKSTEP_THREAD_TEST(DdpWrapper, NoticesReplicasThatDriftApartLater, 2) {
+  auto model = mlp(kSizes);
+  DistributedDataParallel ddp(model, world.group());
+  torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1));
+  const auto train = [&](int step) {
+    optimizer.zero_grad();
+    loss_of(ddp(random_batch(4, 4, 10 * world.rank() + step))).backward();
+    optimizer.step();
+  };
+  for (int step = 1; step <= 3; ++step) train(step);
+  if (world.rank() == 0) static_cast<torch::optim::SGDOptions&>(optimizer.param_groups()[0].options()).lr(0.5);
+  train(4);
+  expect_error([&] { train(5); }, {"replicas differ", "'layer0.weight'"});
+}
+
 // U-3: where they differ on purpose nothing is said.
 LOCKSTEP_THREAD_TEST(DdpWrapper, ReplicasMayDifferBehindAHookOrWhereIgnored, 2) {
   const Warnings warnings;
