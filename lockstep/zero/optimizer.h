@@ -187,8 +187,16 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Sh
   /// In the first step, and in the first one after groups or state have changed: throws on all ranks if they list
   /// parameters in another order, or if not all have loaded the same state. Collective then.
   void compare_once();
-  /// Divides parameters and the survivors' state among `group`. Returns whose state is lost.
-  std::vector<std::string> divide_anew(const GroupPtr& group);
+  /// What survivors have of the state, together: on every rank, until it is divided.
+  struct Collected {
+    GroupPtr group;
+    OptimizerStateDict state;
+    at::Tensor owned = {};  // by index: how many elements of a parameter survivors had to step
+  };
+  /// Collective over `group`.
+  void collect_state(const GroupPtr& group);
+  /// Divides parameters and the collected state among the group's ranks. Returns whose state is lost. Local.
+  std::vector<std::string> take_collected();
 
   // Fixed after construction.
   const LocalOptimizerType type_;
@@ -208,6 +216,8 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Sh
   int64_t steps_taken_ = 0;
   int64_t steps_synced_ = 0;
   bool is_step_taken_ = false;  // the next step()'s, already
+  int64_t divisions_ = 0;       // after failures
+  std::optional<Collected> collected_;
 
   // Of the Join scope it is in, or was in last.
   bool has_begun_join_iteration_ = false;

@@ -10,10 +10,11 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <map>
 #include <sstream>
+#include <utility>
 
 #include "lockstep/base/str.h"
+#include "lockstep/comm/barrier.h"
 #include "lockstep/comm/call_label.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/objects.h"
@@ -27,15 +28,16 @@ namespace lockstep {
 namespace {
 
 struct Steps {
-  int64_t taken = 0;   // of the own shard
-  int64_t synced = 0;  // by all ranks, as far as this one knows
+  int64_t taken = 0;    // of the own shard
+  int64_t synced = 0;   // by all ranks, as far as this one knows
+  int64_t divided = 0;  // how often state was divided anew
 };
 
 std::vector<Steps> gather_steps(const Steps& mine, const GroupPtr& group) {
   std::vector<Steps> all;
-  for (const auto& text : all_gather_object(str(mine.taken, " ", mine.synced), group)) {
+  for (const auto& text : all_gather_object(str(mine.taken, " ", mine.synced, " ", mine.divided), group)) {
     std::istringstream words(text);
-    words >> all.emplace_back().taken >> all.back().synced;
+    words >> all.emplace_back().taken >> all.back().synced >> all.back().divided;
   }
   return all;
 }
@@ -83,12 +85,15 @@ std::vector<std::string> ZeroOptimizer::recover(const GroupPtr& group) {
               "scope by the exception first.");
   const LabelScope label({"ZeRO's recovery"});
   const bool is_divided = options_.stage != ZeroStage::kReplicated;
-  const auto steps = gather_steps({steps_taken_, steps_synced_}, group);
+  const auto steps = gather_steps({steps_taken_, steps_synced_, divisions_}, group);
   const auto most = [&](int64_t Steps::*count) {
     return (*std::max_element(steps.begin(), steps.end(),
                               [&](const auto& one, const auto& other) { return one.*count < other.*count; })).*
            count;
   };
+  std::vector<std::string> lost;
+  // Another rank has come through the vote of the last recovery, and this one has not.
+  if (divisions_ < most(&Steps::divided)) lost = take_collected();
   const auto taken = most(&Steps::taken);
   if (is_divided && steps_taken_ < taken) {
     TORCH_CHECK(steps_taken_ + 1 == taken, who(), ": recover(): this rank has taken ", steps_taken_,
@@ -96,7 +101,6 @@ std::vector<std::string> ZeroOptimizer::recover(const GroupPtr& group) {
     sharding_->step([](torch::optim::Optimizer& local, const LossClosure&) { return local.step(); }, nullptr);
     ++steps_taken_;
   }
-  std::vector<std::string> lost;
   if (is_divided) {
     const auto synced = most(&Steps::synced);
     const auto ahead =
@@ -108,7 +112,9 @@ std::vector<std::string> ZeroOptimizer::recover(const GroupPtr& group) {
     } else {
       take_from_owners(all_parameters(), sharding_->own_parameters(), group);
     }
-    lost = divide_anew(group);
+    collect_state(group);
+    const auto more = take_collected();
+    lost.insert(lost.end(), more.begin(), more.end());
   } else {
     group_ = group;
   }
@@ -122,29 +128,46 @@ std::vector<std::string> ZeroOptimizer::recover(const GroupPtr& group) {
   return lost;
 }
 
-std::vector<std::string> ZeroOptimizer::divide_anew(const GroupPtr& group) {
+void ZeroOptimizer::collect_state(const GroupPtr& group) {
   const auto parameters = all_parameters();
-  auto pieces = sharding_->pieces();
-  OptimizerStateDict dict = exposed_groups();
-  std::map<int64_t, int64_t> covered;
+  const auto pieces = sharding_->pieces();
+  Collected collected{.group = group, .state = exposed_groups()};
   for (int rank = 0; rank < group->getSize(); ++rank) {
     const auto sent = group->getRank() == rank ? detail::to_ivalue(pieces) : c10::IValue();
     for (const auto& piece : detail::pieces_from(broadcast_value(sent, rank, group, default_device_))) {
-      detail::add_piece(dict.state, piece, parameters[static_cast<std::size_t>(piece.index)]);
-      covered[piece.index] += piece.elements.size();
+      detail::add_piece(collected.state.state, piece, parameters[static_cast<std::size_t>(piece.index)]);
     }
   }
-  pieces.clear();
-  group_ = group;
+  auto owned = at::zeros({static_cast<int64_t>(parameters.size())}, at::TensorOptions(at::kLong));
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    owned[static_cast<int64_t>(i)] = own_elements(parameters[i], sharding_->own_parameters()).count_nonzero();
+  }
+  owned = owned.to(default_device_);
+  all_reduce(owned, group);
+  collected.owned = owned.cpu();
+  collected_ = std::move(collected);
+  // Once one rank has cut its shard anew, what it had is nowhere but in what all have collected: nobody cuts before all
+  // have. Who is past this knows it.
+  barrier(group);
+}
+
+std::vector<std::string> ZeroOptimizer::take_collected() {
+  TORCH_CHECK(collected_, who(), ": recover(): the state that others have divided is not here. Were all ranks of the ",
+              "group in the last recovery?");
+  const auto collected = std::move(*std::exchange(collected_, std::nullopt));
+  const auto parameters = all_parameters();
+  group_ = collected.group;
   sharding_->detach();
   partition_.emplace(*this, group_->getSize(), who());
   sharding_ = made_sharding();
-  load_from(dict, detail::source_of(dict.state, parameters), "that survivors had");
+  load_from(collected.state, detail::source_of(collected.state.state, parameters), "that survivors had");
+  ++divisions_;
   std::vector<std::string> lost;
-  if (dict.state.empty()) return lost;  // an optimizer without state
+  if (collected.state.state.empty()) return lost;  // an optimizer without state
   const auto names = parameter_names();
   for (std::size_t i = 0; i < parameters.size(); ++i) {
-    if (!parameters[i].requires_grad() || covered[static_cast<int64_t>(i)] == parameters[i].numel()) continue;
+    const auto owned = collected.owned[static_cast<int64_t>(i)].item<int64_t>();
+    if (!parameters[i].requires_grad() || owned == parameters[i].numel()) continue;
     lost.push_back(names[i].empty() ? str("parameter ", i) : str("'", names[i], "'"));
   }
   return lost;
