@@ -83,6 +83,22 @@ TEST(GradScaler, RefusesHalfGradientsAndBadFactors) {
   expect_error([&] { GradScaler{options}; }, {"backoff factor must be < 1"});
 }
 
+TEST(GradScaler, TakesANewScaleAboveZeroOnly) {
+  GradScaler scaler(on_cpu());
+  expect_error([&] { scaler.update(4.0); }, {"update() before there is a scale"});
+  scaler.scale(at::ones({}));
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  for (const double bad : {0.0, -1.0, kInfinity, -kInfinity, std::numeric_limits<double>::quiet_NaN()}) {
+    expect_error([&] { scaler.update(bad); }, {"update() was given a scale of", "above 0"});
+    expect_error([&] { scaler.update(at::full({}, bad)); }, {"update() was given a scale of", "above 0"});
+    EXPECT_EQ(scaler.get_scale(), 8);
+  }
+  scaler.update(4.0);
+  EXPECT_EQ(scaler.get_scale(), 4);
+  scaler.update(at::full({1}, 2.0));
+  EXPECT_EQ(scaler.get_scale(), 2);
+}
+
 TEST(GradScaler, PassesEverythingThroughIfDisabled) {
   Training training;
   auto options = on_cpu();

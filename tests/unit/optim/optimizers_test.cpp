@@ -1,6 +1,9 @@
 // The optimizers as torch::optim::Optimizer: groups, schedulers, refusals, and which kernels they use.
 #include "lockstep/optim/optimizers.h"
 
+#include <type_traits>
+
+#include "lockstep/base/str.h"
 #include "lockstep/optim/functional.h"
 #include "tests/support/optim_parameters.h"
 
@@ -112,27 +115,77 @@ TEST(Optimizers, RunTheClosureWithGradients) {
 TEST(Optimizers, NameBadOptions) {
   const auto parameters = made_parameters();
   const auto nan = std::numeric_limits<double>::quiet_NaN();
-  expect_error([&] { optim::AdamW(parameters, {.lr = -1}); }, "AdamW: Invalid learning rate: -1");
-  expect_error([&] { optim::Adam(parameters, {.lr = nan}); }, "Adam: Invalid learning rate: nan");
-  expect_error([&] { optim::Adam(parameters, {.betas = {0.9, 1.0}}); }, "Invalid beta parameter at index 1: 1");
-  expect_error([&] { optim::AdamW(parameters, {.betas = {-0.1, 0.9}}); }, "Invalid beta parameter at index 0: -0.1");
-  expect_error([&] { optim::AdamW(parameters, {.eps = -1}); }, "Invalid epsilon value: -1");
-  expect_error([&] { optim::AdamW(parameters, {.weight_decay = -1}); }, "Invalid weight_decay value: -1");
-  expect_error([&] { optim::SGD(parameters, {.momentum = -1}); }, "SGD: Invalid momentum value: -1");
+  const auto expect_both_betas = [&]<class Optimizer>(std::type_identity<Optimizer> /*unused*/) {
+    using Options = typename Optimizer::Options;
+    for (const double bad : {-0.1, 1.0, nan}) {
+      expect_error([&] { Optimizer(parameters, Options{.betas = {bad, 0.9}}); },
+                   str("Invalid beta parameter at index 0: ", bad));
+      expect_error([&] { Optimizer(parameters, Options{.betas = {0.9, bad}}); },
+                   str("Invalid beta parameter at index 1: ", bad));
+    }
+  };
+  expect_both_betas(std::type_identity<optim::Adam>());
+  expect_both_betas(std::type_identity<optim::AdamW>());
+  expect_both_betas(std::type_identity<optim::Adamax>());
+  // What must not be negative, nor no number.
+  for (const double bad : {-1.0, nan}) {
+    const auto refuses = [&](const auto& make, const std::string& what) {
+      expect_error([&] { make(); }, str(what, ": ", bad));
+    };
+    refuses([&] { optim::Adam(parameters, {.lr = bad}); }, "Adam: Invalid learning rate");
+    refuses([&] { optim::Adam(parameters, {.eps = bad}); }, "Adam: Invalid epsilon value");
+    refuses([&] { optim::Adam(parameters, {.weight_decay = bad}); }, "Adam: Invalid weight_decay value");
+    refuses([&] { optim::AdamW(parameters, {.lr = bad}); }, "AdamW: Invalid learning rate");
+    refuses([&] { optim::AdamW(parameters, {.eps = bad}); }, "AdamW: Invalid epsilon value");
+    refuses([&] { optim::AdamW(parameters, {.weight_decay = bad}); }, "AdamW: Invalid weight_decay value");
+    refuses([&] { optim::Adamax(parameters, {.lr = bad}); }, "Adamax: Invalid learning rate");
+    refuses([&] { optim::Adamax(parameters, {.eps = bad}); }, "Adamax: Invalid epsilon value");
+    refuses([&] { optim::Adamax(parameters, {.weight_decay = bad}); }, "Adamax: Invalid weight_decay value");
+    refuses([&] { optim::SGD(parameters, {.lr = bad}); }, "SGD: Invalid learning rate");
+    refuses([&] { optim::SGD(parameters, {.momentum = bad}); }, "SGD: Invalid momentum value");
+    refuses([&] { optim::SGD(parameters, {.weight_decay = bad}); }, "SGD: Invalid weight_decay value");
+    refuses([&] { optim::Adagrad(parameters, {.lr = bad}); }, "Adagrad: Invalid learning rate");
+    refuses([&] { optim::Adagrad(parameters, {.lr_decay = bad}); }, "Adagrad: Invalid lr_decay value");
+    refuses([&] { optim::Adagrad(parameters, {.weight_decay = bad}); }, "Adagrad: Invalid weight_decay value");
+    refuses([&] { optim::Adagrad(parameters, {.initial_accumulator_value = bad}); },
+            "Adagrad: Invalid initial_accumulator_value value");
+    refuses([&] { optim::Adagrad(parameters, {.eps = bad}); }, "Adagrad: Invalid epsilon value");
+    refuses([&] { optim::Adadelta(parameters, {.lr = bad}); }, "Adadelta: Invalid learning rate");
+    refuses([&] { optim::Adadelta(parameters, {.rho = bad}); }, "Adadelta: Invalid rho value");
+    refuses([&] { optim::Adadelta(parameters, {.eps = bad}); }, "Adadelta: Invalid epsilon value");
+    refuses([&] { optim::Adadelta(parameters, {.weight_decay = bad}); }, "Adadelta: Invalid weight_decay value");
+    refuses([&] { optim::RMSprop(parameters, {.lr = bad}); }, "RMSprop: Invalid learning rate");
+    refuses([&] { optim::RMSprop(parameters, {.alpha = bad}); }, "RMSprop: Invalid alpha value");
+    refuses([&] { optim::RMSprop(parameters, {.eps = bad}); }, "RMSprop: Invalid epsilon value");
+    refuses([&] { optim::RMSprop(parameters, {.weight_decay = bad}); }, "RMSprop: Invalid weight_decay value");
+    refuses([&] { optim::RMSprop(parameters, {.momentum = bad}); }, "RMSprop: Invalid momentum value");
+    refuses([&] { optim::Rprop(parameters, {.lr = bad}); }, "Rprop: Invalid learning rate");
+  }
+  expect_error([&] { optim::Adadelta(parameters, {.rho = 1.1}); }, "Invalid rho value: 1.1");
+  expect_error([&] { optim::Rprop(parameters, {.etas = {1.5, 1.2}}); }, "Invalid eta values: 1.5, 1.2");
+  expect_error([&] { optim::Rprop(parameters, {.etas = {0, 1.2}}); }, "Invalid eta values: 0, 1.2");
+  expect_error([&] { optim::Rprop(parameters, {.etas = {1, 1.2}}); }, "Invalid eta values: 1, 1.2");
+  expect_error([&] { optim::Rprop(parameters, {.etas = {0.5, 1}}); }, "Invalid eta values: 0.5, 1");
   expect_error([&] { optim::SGD(parameters, {.nesterov = true}); }, "Nesterov momentum requires a momentum");
   expect_error([&] { optim::SGD(parameters, {.momentum = 0.9, .dampening = 0.1, .nesterov = true}); },
                "Nesterov momentum requires a momentum");
-  expect_error([&] { optim::Adagrad(parameters, {.lr_decay = -1}); }, "Invalid lr_decay value: -1");
-  expect_error([&] { optim::Adagrad(parameters, {.initial_accumulator_value = -1}); },
-               "Invalid initial_accumulator_value value: -1");
-  expect_error([&] { optim::Adadelta(parameters, {.rho = 1.1}); }, "Invalid rho value: 1.1");
-  expect_error([&] { optim::RMSprop(parameters, {.alpha = -1}); }, "Invalid alpha value: -1");
-  expect_error([&] { optim::Rprop(parameters, {.etas = {1.5, 1.2}}); }, "Invalid eta values: 1.5, 1.2");
-  expect_error([&] { optim::Adamax(parameters, {.betas = {0.9, 2}}); }, "Invalid beta parameter at index 1: 2");
   // In a group too.
   expect_error(
       [&] { optim::AdamW({OptimizerParamGroup(parameters, optim::group_options(optim::AdamWOptions{.lr = -2}))}, {}); },
       "Invalid learning rate: -2");
+}
+
+// ZERO-59: the ends of what is allowed
+TEST(Optimizers, TakeOptionsThatAreJustGoodEnough) {
+  const auto parameters = made_parameters();
+  optim::Adam(parameters, {.lr = 0, .betas = {0, 0}, .eps = 0, .weight_decay = 0});
+  optim::Adamax(parameters, {.lr = 0, .betas = {0, 0}, .eps = 0, .weight_decay = 0});
+  optim::SGD(parameters, {.lr = 0, .momentum = 0, .weight_decay = 0});
+  optim::Adagrad(parameters, {.lr = 0, .lr_decay = 0, .weight_decay = 0, .initial_accumulator_value = 0, .eps = 0});
+  optim::Adadelta(parameters, {.lr = 0, .rho = 0, .eps = 0, .weight_decay = 0});
+  optim::Adadelta(parameters, {.rho = 1});
+  optim::RMSprop(parameters, {.lr = 0, .alpha = 0, .eps = 0, .weight_decay = 0, .momentum = 0});
+  optim::Rprop(parameters, {.lr = 0});
 }
 
 at::Tensor sparse_rows(const std::vector<int64_t>& rows, const at::Tensor& values, at::IntArrayRef sizes) {
