@@ -94,6 +94,37 @@ TEST(ClipTogether, OptimizersOfTwoModulesInEveryStage) {
       {1, 2, 3}, {"threads"});
 }
 
+// ZERO-72: one list of parameters, of which some gradients are whole and others divided
+TEST(ClipTogether, WholeGradientsBesideDividedOnes) {
+  on_ranks(
+      [](const World& world) {
+        for (const double norm_type : {2.0, 1.0, kInfinity}) {
+          DistributedDataParallel plain_ddp(mlp(kSizes), small_buckets());
+          DistributedDataParallel ddp(mlp(kSizes), small_buckets());
+          Zero zero(ddp.parameters(), {0.5}, {.stage = ZeroStage::kGradients, .ddp = ddp});
+          SGD plain(plain_ddp.parameters(), {0.5});
+          // Large enough that the norm, of either part alone, would be another one.
+          const auto replicated = parameters_of({{3, 3}, {2}}, 3);
+          const auto expected = copies_of(replicated);
+          set_gradients(replicated, 5);
+          set_gradients(expected, 5);
+          loss_of(ddp, world, 0).mul(10).backward();
+          loss_of(plain_ddp, world, 0).mul(10).backward();
+          const auto all = joined(ddp.parameters(), replicated);
+          const auto one_process =
+              clip_grad_norm_(joined(plain_ddp.parameters(), expected), 0.05, {.norm_type = norm_type});
+          EXPECT_TRUE(at::allclose(get_total_norm(gradients_in(all), {.norm_type = norm_type}), one_process, 1e-5));
+          const auto norm = clip_grad_norm_(all, 0.05, {.norm_type = norm_type});
+          EXPECT_TRUE(at::allclose(norm, one_process, 1e-5)) << norm << one_process;
+          expect_same(gradients_in(replicated), gradients_in(expected), "", {1e-5});
+          zero.step();
+          plain.step();
+          expect_same(ddp.parameters(), plain_ddp.parameters(), "", {1e-5});
+        }
+      },
+      {1, 2, 3}, {"threads"});
+}
+
 // ZERO-72: experts on the ranks of one group, others over another, the rest on all
 LOCKSTEP_THREAD_TEST(ClipTogether, ListsWithTheirGroups, 4) {
   const auto mesh = init_device_mesh("cpu", {2, 2}, {.mesh_dim_names = {"data", "expert"}});

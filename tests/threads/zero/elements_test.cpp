@@ -67,6 +67,26 @@ TEST(ZeroElements, KeepCopiesOfSmallGradientsOnly) {
       {1, 2, 3, 4}, {"threads"});
 }
 
+// ZERO-74: from 64 Ki elements on, on this rank
+TEST(ZeroElements, UseTheSmallestLargeGradientInPlace) {
+  on_ranks(
+      [](const World& world) {
+        constexpr int64_t kLarge = 64 << 10;
+        const auto temporaries_of = [&](int64_t elements_of_rank) {
+          const auto parameters = parameters_of({{world.world_size() * elements_of_rank}});
+          Zero optimizer(parameters, {}, elements(world));
+          set_gradients(parameters, 1);
+          optimizer.step();
+          EXPECT_EQ(local_elements(optimizer), elements_of_rank);
+          return optimizer.memory_report().temporaries;
+        };
+        EXPECT_EQ(temporaries_of(kLarge), 0);
+        constexpr int64_t kAlignment = 64 / sizeof(float);
+        EXPECT_EQ(temporaries_of(kLarge - kAlignment), (kLarge - kAlignment) * 4);
+      },
+      {1, 2, 3}, {"threads"});
+}
+
 // ZERO-74: construction has the parameters once more, for as long as the old memory is not freed
 TEST(ZeroElements, TakeTheMemoryOfOneBufferToBeMade) {
   on_ranks(

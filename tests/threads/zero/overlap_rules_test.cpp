@@ -76,6 +76,26 @@ TEST(ZeroOverlapRefuses, HooksThatDoNotFit) {
                                      {.find_unused_parameters = true, .skip_all_reduce_unused_params = true});
     Zero third(skipping.parameters(), sgd(), overlapped(world.group()));
     expect_error([&] { hook_of(Form::kAfterLast, skipping, third); }, {"skip_all_reduce_unused_params"});
+    const auto model = mlp(kSizes);
+    DistributedDataParallel delaying(model, world.group(),
+                                     {.delay_all_reduce_named_params = {{"layer1.weight", model->layers[1]->weight}},
+                                      .param_to_hook_all_reduce = model->layers[0]->weight});
+    Zero fourth(delaying.parameters(), sgd(), overlapped(world.group()));
+    expect_error([&] { hook_of(Form::kAfterLast, delaying, fourth); },
+                 {"delay_all_reduce_named_params", "Use one of them"});
+  });
+}
+
+// ZERO-60: the wrapper would not tell ZeRO which parameters were used, nor when it is done
+TEST(ZeroOverlapRefuses, AHookInsideOfOneThatDoesNotPassOnItsRegistration) {
+  on_two_ranks([](const World& world) {
+    const Warnings quiet;  // that it never stepped
+    DistributedDataParallel ddp(mlp(kSizes), world.group());
+    Zero zero(ddp.parameters(), sgd(), overlapped(world.group()));
+    const auto before = copies_of(ddp.parameters());
+    ddp.register_comm_hook({.name = "around", .run = hook_of(Form::kAfterLast, ddp, zero).run});
+    expect_error([&] { train_once(ddp, world, 0); }, {"was not registered itself", "CommHook::on_registered"});
+    expect_same(ddp.parameters(), before);
   });
 }
 

@@ -147,6 +147,36 @@ TEST(ZeroOverlap, MovesParametersIntoOneFlatTensorForEachAssignment) {
       {2, 3}, {"threads"});
 }
 
+// ZERO-46, ZERO-51: buckets that were noted before something went wrong are noted anew, and so is their size
+TEST(ZeroOverlap, BeginsAnewIfItWasSetUpHalfway) {
+  on_ranks(
+      [](const World& world) {
+        DistributedDataParallel ddp(mlp(kSizes), world.group(), small_buckets());
+        Zero zero(ddp.parameters(), sgd(), overlapped(world.group()));
+        const auto hook = hook_of(Form::kAfterLast, ddp, zero, /*shard_buckets=*/true);
+        ddp.register_comm_hook(hook);
+        train_once(ddp, world, 0);
+        loss_of(ddp, world, 1);  // buckets are rebuilt in a forward
+        const auto& buckets = ddp.bucket_plan().buckets();
+        ASSERT_GT(buckets.size(), 1U);
+        std::vector<at::Tensor> parameters;
+        for (const auto index : buckets[0].parameters) parameters.push_back(ddp.parameters()[index]);
+        GradBucket first({.bucket_count = buckets.size(), .buffer = at::zeros({1}), .parameters = parameters});
+        hook.run(first);
+        const auto& info = zero.overlap_info();
+        ASSERT_EQ(info.status, OverlapStatus::kDdpHasRebuiltBuckets);
+        ASSERT_EQ(info.params_per_bucket.size(), 1U);
+        for (int step = 2; step < 5; ++step) train_once(ddp, world, step);
+        EXPECT_EQ(info.status, OverlapStatus::kInitialized);
+        EXPECT_EQ(info.params_per_bucket.size(), buckets.size());
+        int64_t elements = 0;
+        for (const auto& parameter : ddp.parameters()) elements += parameter.numel();
+        EXPECT_EQ(info.total_size, elements);
+        expect_same(ddp.parameters(), plain_result(world, 3, 5), "after it", kClose);
+      },
+      {1, 2, 3}, {"threads"});
+}
+
 // ZERO-50
 TEST(ZeroOverlap, GivesToNobodyWhatIsInNoBucket) {
   on_ranks(

@@ -60,6 +60,25 @@ TEST(ZeroRanksDiffer, IsNoticedIfParametersAreListedInAnotherOrder) {
       {2, 3}, {"threads", "shm", "gloo"});
 }
 
+// large ones are compared by elements from all over them
+TEST(ZeroRanksDiffer, IsNoticedInTheLastElementsOfLargeParameters) {
+  on_ranks(
+      [](const World& world) {
+        constexpr int64_t kElements = 4096;
+        std::vector<at::Tensor> parameters;
+        for (const double last : {1.0, 2.0}) {
+          const auto values = at::full({kElements}, 0.5);
+          values.slice(0, kElements / 2).fill_(last);
+          parameters.push_back(values.requires_grad_());
+          parameters.back().mutable_grad() = at::ones({kElements});
+        }
+        if (world.rank() == 1) std::swap(parameters[0], parameters[1]);
+        Zero optimizer(parameters, adamw(), world.group());
+        expect_error([&] { optimizer.step(); }, {"parameter 0 is parameter 1 of rank 0", "in the same order"});
+      },
+      {2}, {"threads"});
+}
+
 // models that are not the same before their first step are, as ever, made the same by it
 TEST(ZeroRanksDiffer, IsNoErrorIfOnlyValuesDo) {
   on_ranks(

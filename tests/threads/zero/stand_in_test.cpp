@@ -211,6 +211,30 @@ TEST(ZeroStandIn, IsEditedElementByElement) {
       kWorlds, {"threads", "shm"});
 }
 
+// only what autograd adds is an accumulation, not what a hook adds while backward runs
+TEST(ZeroStandIn, IsAddedToByAHookOfABackward) {
+  on_ranks(
+      [](const World& world) {
+        const Warnings quiet;
+        expect_parity([&](auto& ddp, auto& model, torch::optim::Optimizer& optimizer) {
+          for (int step = 0; step < 3; ++step) {
+            optimizer.zero_grad();
+            loss_of(ddp, world, step).backward();
+            const auto penalty = penalty_of(model->parameters());
+            penalty.register_hook([&](const at::Tensor& /*gradient*/) {
+              for (const auto& parameter : model->parameters()) {
+                parameter.mutable_grad().add_(parameter.detach(), 0.5);
+                parameter.mutable_grad().add_(at::full({1}, 0.25));
+              }
+            });
+            penalty.backward();
+            optimizer.step();
+          }
+        });
+      },
+      kWorlds, {"threads"});
+}
+
 // U-4, Z-15: Python's idiom, given the parameters
 TEST(ZeroStandIn, IsClippedByTheNormOfTheParametersThatAreGiven) {
   on_ranks(
