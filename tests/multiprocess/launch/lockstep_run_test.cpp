@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <csignal>
+#include <filesystem>
 #include <sstream>
 
 #include "lockstep/base/str.h"
@@ -167,6 +168,70 @@ TEST(LockstepRun, TellsRanksWhichOfThemHaveEnded) {
   EXPECT_EQ(lines[1], "[0] exit code 0");
   struct stat folder {};
   EXPECT_NE(::stat(lines[0].substr(4).c_str(), &folder), 0) << lines[0];
+}
+
+// Longer than others are waited for after a failure.
+constexpr const char* kGoOn =
+    "while [ ! -e $LOCKSTEP_ENDED_DIR/1 ]; do sleep 0.01; done; sleep 2; echo went on; touch $LOCKSTEP_STORE_FILE";
+
+TEST(LockstepRun, LetsSurvivorsGoOnAndEndsWellIfOneDoes) {
+  for (const std::string death : {"exit 3", "kill -KILL $$"}) {
+    const TemporaryDirectory directory;
+    const auto outcome =
+        run_script({"-n", "3", "--survivors"},
+                   "[ $RANK = 1 ] && " + death + "; " + kGoOn + "; [ $RANK = 0 ] && exit 5; echo $LOCKSTEP_STORE_FILE",
+                   {{"TMPDIR", directory.path()}});
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    const auto lines = sorted_lines(outcome.out);
+    ASSERT_EQ(lines.size(), 3U) << outcome.out;
+    EXPECT_TRUE(contains(lines[1], "[2] " + directory.path() + "/")) << "the store is one for all: " << lines[1];
+    EXPECT_EQ(lines[0], "[0] went on");
+    EXPECT_EQ(lines[2], "[2] went on");
+    EXPECT_TRUE(contains(outcome.err, "rank 1 failed first: ")) << outcome.err;
+    EXPECT_TRUE(contains(outcome.err, "rank 0 failed too: exit code 5")) << outcome.err;
+    EXPECT_FALSE(contains(outcome.err, "stopped rank")) << outcome.err;
+    EXPECT_TRUE(std::filesystem::is_empty(directory.path()));
+  }
+}
+
+TEST(LockstepRun, FailsIfNobodySurvives) {
+  const TemporaryDirectory directory;
+  const auto outcome =
+      run_script({"-n", "3", "--survivors"}, std::string("[ $RANK = 1 ] && exit 3; ") + kGoOn + "; exit 5",
+                 {{"TMPDIR", directory.path()}});
+  EXPECT_EQ(outcome.code, 3) << outcome.err;
+  EXPECT_EQ(count_lines(outcome.out), 2) << outcome.out;
+  EXPECT_TRUE(contains(outcome.err, "rank 2 failed too: exit code 5")) << outcome.err;
+  EXPECT_TRUE(std::filesystem::is_empty(directory.path()));
+}
+
+TEST(LockstepRun, RestartsOnlyIfNobodySurvives) {
+  const auto outcome = run_script({"-n", "2", "--survivors", "--max-restarts", "3"},
+                                  "echo try $LOCKSTEP_RESTART_COUNT; [ $RANK = 0 ] || exit 3; "
+                                  "[ $LOCKSTEP_RESTART_COUNT = 1 ] || exit 4");
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_EQ(sorted_lines(outcome.out), (std::vector<std::string>{"[0] try 0", "[0] try 1", "[1] try 0", "[1] try 1"}));
+}
+
+TEST(LockstepRun, StopsSurvivorsAtTheTimeoutAndWhenInterrupted) {
+  const TemporaryDirectory directory;
+  const auto late = run_script({"-n", "2", "--survivors", "--timeout", "1s"}, "[ $RANK = 0 ] && exit 0; sleep 1000",
+                               {{"TMPDIR", directory.path()}});
+  EXPECT_EQ(late.code, 124) << late.err;
+  Program program(
+      lockstep_run({"-n", "2", "--survivors", "/bin/sh", "-c",
+                    "echo ready; [ $RANK = 0 ] && exit 0; trap 'exit 0' INT; while :; do sleep 0.02; done"}),
+      {{"TMPDIR", directory.path()}});
+  ASSERT_TRUE(eventually([&] { return count_lines(program.out()) == 2; }));
+  program.signal(SIGINT);
+  EXPECT_EQ(program.wait().code, 130);
+  EXPECT_TRUE(std::filesystem::is_empty(directory.path()));
+}
+
+TEST(LockstepRun, SaysThatThereIsNoPlaceForTheStoreOfSurvivors) {
+  const auto outcome = run_to_end({"--survivors", "true"}, {{"TMPDIR", "/no/such/folder"}});
+  EXPECT_NE(outcome.code, 0);
+  EXPECT_TRUE(contains(outcome.err, "no folder for --survivors")) << outcome.err;
 }
 
 TEST(LockstepRun, KillsAStubbornRankAfterTheGrace) {

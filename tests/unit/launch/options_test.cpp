@@ -36,6 +36,7 @@ TEST(RunOptions, HaveDefaults) {
   EXPECT_FALSE(options.timeout);
   EXPECT_EQ(options.grace, milliseconds(5000));
   EXPECT_TRUE(options.prefix);
+  EXPECT_FALSE(options.survivors);
   EXPECT_EQ(options.command, Arguments{"train"});
 }
 
@@ -104,6 +105,15 @@ TEST(RunOptions, RefuseANodeThatDoesNotExist) {
 
 TEST(RunOptions, NeedAMasterWithSeveralNodes) {
   EXPECT_NE(refused({"--nnodes", "2", "train"}).find("--master HOST:PORT is needed"), std::string::npos);
+}
+
+TEST(RunOptions, TakeSurvivorsOnOneNode) {
+  EXPECT_TRUE(accepted({"--survivors", "train"}).survivors);
+  EXPECT_TRUE(accepted({"-n", "4", "--survivors", "--max-restarts", "2", "--nnodes", "1", "train"}).survivors);
+  EXPECT_EQ(accepted({"train", "--survivors"}).command, (Arguments{"train", "--survivors"}));
+  EXPECT_FALSE(accepted({"train", "--survivors"}).survivors);
+  const auto text = refused({"--survivors", "--nnodes", "2", "--master", "head:29500", "train"});
+  EXPECT_NE(text.find("--survivors is for one node"), std::string::npos);
 }
 
 TEST(RunOptions, PrintHelpAndVersionOnStdout) {
