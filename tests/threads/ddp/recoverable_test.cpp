@@ -1,4 +1,7 @@
 // DdpOptions::recoverable while nobody dies: trains to the same bits as without it, whatever else is set.
+#include <limits>
+#include <optional>
+
 #include "lockstep/optim/clip_grad.h"
 #include "lockstep/optim/grad_scaler.h"
 #include "tests/support/ddp_models.h"

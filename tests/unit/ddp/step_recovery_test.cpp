@@ -6,7 +6,6 @@
 
 #include <limits>
 
-#include "lockstep/comm/collectives.h"
 #include "lockstep/lockstep.h"
 #include "lockstep/testing/checks.h"
 #include "lockstep/testing/interpose.h"
