@@ -257,6 +257,7 @@ void DdpEngine::pre_forward() {
     return;
   }
   reducer_->refresh_hooks();
+  if (options_.recoverable && c10::GradMode::is_enabled()) reducer_->begin_recoverable_forward();
   set_up_once();
   if (c10d::debug_level() != c10d::DebugLevel::Off) check_parameters_unchanged();
   weighted_->forget_zeroed();

@@ -29,6 +29,8 @@ Recovered DdpEngine::recover(const GroupPtr& group) {
     }
   }
   switch (detail::repair_for(mine, all)) {
+    case detail::Repair::kKeep:
+      return Recovered::kStep;
     case detail::Repair::kWriteSums:
       reducer.write_arrived_sums();
       return Recovered::kStep;

@@ -3,6 +3,8 @@
 //
 //   control message; rebuilt buckets, once; buffers; and if gradients are reduced: weights, now and then a comparison
 //   of replicas, buckets, used parameters.
+#include <c10/core/GradMode.h>
+
 #include <algorithm>
 
 #include "lockstep/base/str.h"
@@ -110,7 +112,7 @@ JoinTally DdpEngine::begin_join_iteration(bool is_synced) {
     if (is_synced && reducer_) set_join_divisor(tally);
   }
   is_mirroring_ = false;
-  if (is_synced && reducer_) replicas_.prepare(managed_);
+  if (c10::GradMode::is_enabled() && reducer_) replicas_.prepare(managed_, is_synced);
   return tally;
 }
 
@@ -131,6 +133,7 @@ void DdpEngine::set_join_divisor(const JoinTally& tally) {
 
 void DdpEngine::mirror_iteration() {
   is_mirroring_ = true;
+  if (options_.recoverable) reducer_->begin_recoverable_forward();
   set_up_once();
   weighted_->forget_zeroed();
   auto tally = Join::current_tally(*joinable_);
@@ -145,13 +148,17 @@ void DdpEngine::mirror_iteration() {
   }
   buffers_->set_required(is_reduced);
   if (!is_reduced) return;
+  // What this rank gives counts if the survivors of a death begin the reduction again.
+  const bool counts = gives_leftovers || join_options_.divide_by_initial_world_size;
+  reducer_->set_recovery_weight(!join_options_.weighted ? (counts ? 1 : 0)
+                                : gives_leftovers       ? weighted_->waiting_weight()
+                                                        : 0);
   if (join_options_.weighted) {
     const auto sum = gives_leftovers ? weighted_->reduced_weight_with(0) : weighted_->reduced_weight_without_own();
     reducer_->set_divisor_source([sum] { return sum; });
   } else {
     set_join_divisor(tally);
   }
-  reducer_->set_recovery_weight(join_options_.divide_by_initial_world_size && !join_options_.weighted ? 1 : 0);
   reducer_->mirror_backward(tally.leaving_grad_count() > 0);
 }
 

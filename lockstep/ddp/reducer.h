@@ -147,6 +147,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // ---- after a peer died; see step_recovery.h ----
 
   bool is_recoverable() const { return recovery_.has_value(); }
+  /// A forward with gradients begins.
+  void begin_recoverable_forward();
   /// What this rank's gradients count in the average that is reduced next, if the survivors have to begin it again.
   void set_recovery_weight(double weight);
   detail::FailedReduction failed_reduction() const;

@@ -31,6 +31,11 @@ void Reducer::vote_to_end() {
   recovery_->vote(setup_.group, setup_.parameters[0].device(), std::move(sums));
 }
 
+void Reducer::begin_recoverable_forward() {
+  const std::lock_guard lock(mutex_);
+  if (recovery_) recovery_->begin_forward();
+}
+
 void Reducer::set_recovery_weight(double weight) {
   const std::lock_guard lock(mutex_);
   if (recovery_) recovery_->set_weight(weight);

@@ -81,8 +81,10 @@ void ReplicaCheck::begin(int64_t last) {
   last_ = last;
 }
 
-void ReplicaCheck::prepare(const ManagedParameters& parameters) {
-  if (is_next_compared()) sample_ = sample_of(parameters.tensors);
+void ReplicaCheck::prepare(const ManagedParameters& parameters, bool is_synced) {
+  if (!is_next_compared() || is_from_local_forward_) return;
+  sample_ = sample_of(parameters.tensors);
+  is_from_local_forward_ = !is_synced;
 }
 
 std::string ReplicaCheck::on_reduction(const ManagedParameters& parameters, bool has_inputs, const GroupPtr& group) {
@@ -91,6 +93,7 @@ std::string ReplicaCheck::on_reduction(const ManagedParameters& parameters, bool
   if (!is_compared) return "";
   next_ = 2 * next_ - 1;
   if (next_ > last_) stop();
+  is_from_local_forward_ = false;
   const at::NoGradGuard no_grad;
   auto sample = has_inputs && sample_.defined() ? std::exchange(sample_, {}) : sample_of(parameters.tensors);
   if (!sample.defined()) return "";

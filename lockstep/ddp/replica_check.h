@@ -29,8 +29,10 @@ class ReplicaCheck {
   /// All ranks have the same parameters now, but maybe not the same optimizers. Compares up to the given reduction.
   void begin(int64_t last = std::numeric_limits<int64_t>::max());
   void stop() { next_ = 0; }
-  /// Before a forward that is to be reduced: keeps a sample, if the next reduction compares.
-  void prepare(const ManagedParameters& parameters);
+  /// Before a forward with gradients: keeps a sample, if the next reduction compares. Of forwards that are not reduced
+  /// the first counts: a program may change parameters on each rank by itself between it and the next, and change them
+  /// back before its optimizer steps (sharpness-aware minimization).
+  void prepare(const ManagedParameters& parameters, bool is_synced);
   /// A reduction begins, on a rank with inputs or on one that mirrors it. Returns how the replicas of ranks with inputs
   /// differ; empty if they do not, or are not compared now. Collective now and then, the same on all ranks.
   std::string on_reduction(const ManagedParameters& parameters, bool has_inputs, const GroupPtr& group);
@@ -42,6 +44,7 @@ class ReplicaCheck {
   int64_t next_ = 0;  // the reduction to compare at; 0: none
   int64_t last_ = 0;
   at::Tensor sample_;
+  bool is_from_local_forward_ = false;
 };
 
 }  // namespace lockstep::detail

@@ -24,10 +24,13 @@ Repair repair_for(const FailedReduction& mine, const std::vector<FailedReduction
                 ", and what is missing is not here. Were all of them made with the same wrapper?");
     return Repair::kWriteSums;
   }
+  if (mine.left == Left::kDone) return Repair::kKeep;
   const auto all_of = [&](auto&& holds) { return std::all_of(all.begin(), all.end(), holds); };
   if (!all_of([&](const auto& each) { return each.finished == most; })) return Repair::kRepeatStep;
   if (all_of([](const auto& each) { return each.left == Left::kSums; })) return Repair::kWriteSums;
-  if (all_of([](const auto& each) { return each.left != Left::kNothing; })) return Repair::kReduceAgain;
+  if (all_of([](const auto& each) { return each.left == Left::kSums || each.left == Left::kLocal; })) {
+    return Repair::kReduceAgain;
+  }
   return Repair::kRepeatStep;
 }
 
@@ -76,6 +79,11 @@ void StepRecovery::vote(const GroupPtr& group, c10::Device device, std::vector<S
 void StepRecovery::end() {
   ++finished_;
   forget();
+  left_ = FailedReduction::Left::kDone;
+}
+
+void StepRecovery::begin_forward() {
+  if (left_ == FailedReduction::Left::kDone) left_ = FailedReduction::Left::kNothing;
 }
 
 void StepRecovery::forget() {

@@ -20,7 +20,8 @@ namespace lockstep::detail {
 /// What became of a reduction on one rank.
 struct FailedReduction {
   enum class Left {
-    kNothing,  // it had not come to the end of backward, or none was under way
+    kNothing,  // it had not come to the end of backward, or had not begun
+    kDone,     // it ended, and no forward has begun since: gradients are as they should be
     kLocal,    // this rank's own gradients are whole
     kSums,     // and so are the sums over all ranks
   };
@@ -31,6 +32,7 @@ struct FailedReduction {
 
 /// What survivors do together.
 enum class Repair {
+  kKeep,         // this rank: nothing, its gradients are averages
   kWriteSums,    // this rank: what arrived is written, as the others have done
   kReduceAgain,  // all: the gradients of those who are left
   kRepeatStep,   // this rank: its gradients are dropped
@@ -67,6 +69,9 @@ class StepRecovery {
   void end();
   /// The step is repeated from its beginning, or was never begun.
   void forget();
+
+  /// A forward begins whose gradients are added to those there are, or come in their place.
+  void begin_forward();
 
   FailedReduction failed() const { return {left_, finished_, weight_}; }
   const std::vector<Sum>& sums() const { return sums_; }

@@ -40,9 +40,13 @@ std::pair<at::Tensor, at::Tensor> tracked_statistics(const at::Tensor& values, c
 }
 
 struct Normalize : torch::autograd::Function<Normalize> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& input, const at::Tensor& weight,
-                            const at::Tensor& bias, const at::Tensor& mean, const at::Tensor& inverse_deviation,
-                            const at::Tensor& count, double eps, const GroupPtr& group) {
+  /// Without a weight or bias libtorch wants nothing, not an undefined tensor.
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& input,
+                            const std::optional<at::Tensor>& given_weight, const std::optional<at::Tensor>& given_bias,
+                            const at::Tensor& mean, const at::Tensor& inverse_deviation, const at::Tensor& count,
+                            double eps, const GroupPtr& group) {
+    const auto weight = given_weight.value_or(at::Tensor());
+    const auto bias = given_bias.value_or(at::Tensor());
     context->save_for_backward({input, weight, mean, inverse_deviation, count});
     context->saved_data["eps"] = eps;
     context->saved_data["group"] = c10::IValue::make_capsule(group);
@@ -159,10 +163,11 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
   TORCH_CHECK(input.size(1) == options.num_features(), "[lockstep/ddp] SyncBatchNorm of ", options.num_features(),
               " features got an input with ", input.size(1), " channels");
   const bool uses_batch = is_training() || !running_mean.defined();
-  const auto group = uses_batch ? (process_group ? process_group : default_group()) : nullptr;
+  // As in Python: in evaluation it is the plain layer, also without running statistics.
+  const auto group = is_training() ? (process_group ? process_group : default_group()) : nullptr;
   const bool counts_batches = is_training() && num_batches_tracked.defined();
   if (counts_batches) num_batches_tracked += 1;
-  if (!uses_batch || group->getSize() == 1) {
+  if (!group || group->getSize() == 1) {
     double factor = options.momentum().value_or(0.0);
     if (counts_batches && !options.momentum()) factor = 1.0 / num_batches_tracked.item<double>();
     const bool updates = is_training();
@@ -176,8 +181,11 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
     statistics = detail::gather_statistics(input, group);
     if (is_training() && running_mean.defined()) update_running_stats(statistics);
   }
-  return Normalize::apply(input, weight, bias, statistics.mean, at::rsqrt(statistics.variance + options.eps()),
-                          statistics.count, options.eps(), group);
+  const auto if_there = [](const at::Tensor& tensor) {
+    return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
+  };
+  return Normalize::apply(input, if_there(weight), if_there(bias), statistics.mean,
+                          at::rsqrt(statistics.variance + options.eps()), statistics.count, options.eps(), group);
 }
 
 void SyncBatchNormImpl::update_running_stats(const detail::BatchStatistics& statistics) {

@@ -32,6 +32,8 @@ class WeightedBackward {
   /// Weights of backwards whose gradients were zeroed since, and so are not waiting any more, are dropped.
   void forget_zeroed();
 
+  /// Of backwards that were not reduced.
+  double waiting_weight() const { return so_far_; }
   /// Nothing waits: gradients were dropped.
   void forget() { so_far_ = 0; }
 

@@ -17,6 +17,7 @@ struct DistributedSampler::State {
 
   int64_t epoch = 0;
   std::size_t next_begin = 0;  // of the next pass
+  bool is_next_set = false;    // since the last pass began
   std::size_t position = 0;    // in mine
   std::vector<std::size_t> mine = {};
 
@@ -70,6 +71,7 @@ void DistributedSampler::set_epoch(int64_t epoch, std::size_t samples_done) {
               state_->rank, ", ", samples_done, " cannot be done");
   state_->epoch = epoch;
   state_->next_begin = samples_done;
+  state_->is_next_set = true;
 }
 
 int64_t DistributedSampler::epoch() const {
@@ -87,6 +89,7 @@ std::vector<std::size_t> DistributedSampler::indices() const {
 void DistributedSampler::reset(std::optional<std::size_t> new_size) {
   if (new_size) state_->dataset_size = *new_size;
   state_->mine = state_->indices();
+  state_->is_next_set = false;
   state_->position = std::min(std::exchange(state_->next_begin, 0), state_->mine.size());
 }
 
@@ -102,7 +105,9 @@ std::optional<std::vector<std::size_t>> DistributedSampler::next(std::size_t bat
 
 void DistributedSampler::save(torch::serialize::OutputArchive& archive) const {
   archive.write("epoch", c10::IValue(state_->epoch));
-  archive.write("position", c10::IValue(static_cast<int64_t>(state_->position)));
+  // Between two passes it is the next one that counts.
+  const auto position = state_->is_next_set ? state_->next_begin : state_->position;
+  archive.write("position", c10::IValue(static_cast<int64_t>(position)));
 }
 
 void DistributedSampler::load(torch::serialize::InputArchive& archive) {

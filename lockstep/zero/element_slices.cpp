@@ -11,6 +11,7 @@
 #include <tuple>
 #include <unordered_map>
 
+#include "lockstep/base/str.h"
 #include "lockstep/comm/collectives.h"
 #include "lockstep/comm/plain_memory.h"
 #include "lockstep/comm/values.h"
@@ -325,7 +326,25 @@ OptimizerStateDict ElementSlices::load(const StateSource& source) {
     ++position;
   });
   blocks_ = std::move(blocks_after);
+  warn_of_frozen_state(source);
   return dict;
+}
+
+void ElementSlices::warn_of_frozen_state(const StateSource& source) const {
+  std::unordered_set<const void*> placed;
+  for (const auto& block : blocks_) placed.insert(block.members.begin(), block.members.end());
+  std::vector<int64_t> lost;
+  int64_t index = 0;
+  for (const auto& group : groups_) {
+    for (const auto& parameter : group) {
+      const auto own = index++;
+      if (placed.contains(parameter.unsafeGetTensorImpl())) continue;
+      if (source(own, {0, parameter.numel()}, true)) lost.push_back(own);
+    }
+  }
+  if (lost.empty()) return;
+  TORCH_WARN("[lockstep/zero] state of parameter ", join(lost, ", "), " is not kept: division by elements has a place ",
+             "for parameters that are trainable only. Load it while they are, or use ZeroPartition::kParameters.");
 }
 
 NamedValues ElementSlices::joined(const PieceValues& values, const Run& run, const Block& block) const {

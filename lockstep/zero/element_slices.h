@@ -53,6 +53,9 @@ class ElementSlices final : public Division {
   ShardingBytes bytes() const override;
 
  private:
+  /// State that the source has of parameters without a place here.
+  void warn_of_frozen_state(const StateSource& source) const;
+
   struct Member {
     int64_t index = 0;  // over all groups
     std::size_t group = 0;

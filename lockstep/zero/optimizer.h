@@ -85,8 +85,11 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Sh
   /// Goes on with `group`, which surviving_group() has made: after recover() of the DistributedDataParallel, and before
   /// the step is repeated or taken. A step that failed when this rank had stepped its shard is finished; the program's
   /// next step() then does nothing more. State is divided anew. Returns the parameters whose state, or a part of it,
-  /// has died with the rank that held it: it begins anew. Collective over `group`.
-  std::vector<std::string> recover(const GroupPtr& group);
+  /// has died with the rank that held it and begins anew, or that lack what it has not sent of the last step.
+  /// A rank that is one step behind the others takes it here, before state is divided: `before_step` is what the
+  /// program does to gradients before every step, such as clipping those that every rank has whole.
+  /// Collective over `group`.
+  std::vector<std::string> recover(const GroupPtr& group, const std::function<void()>& before_step = nullptr);
 
   /// Throws on all ranks, naming those that differ, unless all have the same parameter groups: count, shapes, dtypes.
   /// Collective and blocking.
@@ -191,11 +194,12 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Sh
   struct Collected {
     GroupPtr group;
     OptimizerStateDict state;
-    at::Tensor owned = {};  // by index: how many elements of a parameter survivors had to step
+    at::Tensor owned = {};         // by index: how many elements of a parameter survivors had to step
+    bool lacks_an_update = false;  // what the dead had to step may not have come to anybody
   };
   /// Collective over `group`.
-  void collect_state(const GroupPtr& group);
-  /// Divides parameters and the collected state among the group's ranks. Returns whose state is lost. Local.
+  void collect_state(const GroupPtr& group, bool lacks_an_update);
+  /// Divides parameters and the collected state among the group's ranks. Returns what is lost. Local.
   std::vector<std::string> take_collected();
 
   // Fixed after construction.

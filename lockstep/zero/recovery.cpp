@@ -76,7 +76,7 @@ void take_from_owners(const std::vector<at::Tensor>& parameters, const std::vect
 
 }  // namespace
 
-std::vector<std::string> ZeroOptimizer::recover(const GroupPtr& group) {
+std::vector<std::string> ZeroOptimizer::recover(const GroupPtr& group, const std::function<void()>& before_step) {
   check_member(group);
   TORCH_CHECK(!options_.overlap_with_ddp && !has_sharded_gradients() && options_.params_per_rank.empty(), who(),
               ": recover() is for ZeroStage::kState and kReplicated, without overlap_with_ddp and params_per_rank: ",
@@ -98,6 +98,7 @@ std::vector<std::string> ZeroOptimizer::recover(const GroupPtr& group) {
   if (is_divided && steps_taken_ < taken) {
     TORCH_CHECK(steps_taken_ + 1 == taken, who(), ": recover(): this rank has taken ", steps_taken_,
                 " steps, another one ", taken, ". Were all steps taken on all ranks?");
+    if (before_step) before_step();
     sharding_->step([](torch::optim::Optimizer& local, const LossClosure&) { return local.step(); }, nullptr);
     ++steps_taken_;
   }
@@ -112,7 +113,7 @@ std::vector<std::string> ZeroOptimizer::recover(const GroupPtr& group) {
     } else {
       take_from_owners(all_parameters(), sharding_->own_parameters(), group);
     }
-    collect_state(group);
+    collect_state(group, /*lacks_an_update=*/synced < taken);
     const auto more = take_collected();
     lost.insert(lost.end(), more.begin(), more.end());
   } else {
@@ -122,16 +123,17 @@ std::vector<std::string> ZeroOptimizer::recover(const GroupPtr& group) {
   is_step_taken_ = is_divided && steps_taken_ > steps_synced_;
   steps_synced_ = steps_taken_;
   if (!lost.empty()) {
-    TORCH_WARN(who(), ": the optimizer state of ", join(lost, ", "), " died with the rank that held it, and begins ",
-               "anew. ZeroStage::kReplicated loses none.");
+    TORCH_WARN(who(), ": of ", join(lost, ", "), " the optimizer state, or a part of it, died with the rank that held ",
+               "it and begins anew, as may have what that rank had not sent of the last step. ZeroStage::kReplicated ",
+               "loses nothing.");
   }
   return lost;
 }
 
-void ZeroOptimizer::collect_state(const GroupPtr& group) {
+void ZeroOptimizer::collect_state(const GroupPtr& group, bool lacks_an_update) {
   const auto parameters = all_parameters();
   const auto pieces = sharding_->pieces();
-  Collected collected{.group = group, .state = exposed_groups()};
+  Collected collected{.group = group, .state = exposed_groups(), .lacks_an_update = lacks_an_update};
   for (int rank = 0; rank < group->getSize(); ++rank) {
     const auto sent = group->getRank() == rank ? detail::to_ivalue(pieces) : c10::IValue();
     for (const auto& piece : detail::pieces_from(broadcast_value(sent, rank, group, default_device_))) {
@@ -163,7 +165,7 @@ std::vector<std::string> ZeroOptimizer::take_collected() {
   load_from(collected.state, detail::source_of(collected.state.state, parameters), "that survivors had");
   ++divisions_;
   std::vector<std::string> lost;
-  if (collected.state.state.empty()) return lost;  // an optimizer without state
+  if (collected.state.state.empty() && !collected.lacks_an_update) return lost;
   const auto names = parameter_names();
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const auto owned = collected.owned[static_cast<int64_t>(i)].item<int64_t>();

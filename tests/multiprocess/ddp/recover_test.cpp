@@ -221,6 +221,68 @@ TEST(DdpRecover, KeepsSumsThatHaveArrived) {
   die_at("DDP's vote", "launch", [](const Outcome& outcome) { expect_three_steps_of_all(outcome, 4); });
 }
 
+TEST(DdpRecover, KeepsGradientsOfAStepThatHadEnded) {
+  const auto report = testing::run_processes_from_gtest(
+      {.world_size = 3, .backend = "shm", .timeout = 60s, .collective_timeout = 30s, .expected_exit_code = kKilled},
+      [&](const World& world) {
+        auto model = make_model();
+        DistributedDataParallel<Mlp> ddp(model, world.group(), {.recoverable = true});
+        ddp(input_of(world.rank(), 0)).pow(2).mean().backward();
+        if (world.rank() == 1) ::raise(SIGKILL);
+        std::vector<at::Tensor> before;
+        for (const auto& parameter : model->parameters()) before.push_back(parameter.grad().clone());
+        // Between backward and step: a loss for the log, clipping, an optimizer's own messages.
+        EXPECT_THROW(barrier(world.group()), c10::DistBackendError);
+        EXPECT_EQ(ddp.recover(surviving_group(world.group())), Recovered::kStep);
+        for (std::size_t i = 0; i < before.size(); ++i) {
+          EXPECT_TRUE(at::equal(before[i], model->parameters()[i].grad()));
+        }
+        if (!::testing::Test::HasFailure()) std::_Exit(kKilled);
+      });
+  if (!testing::is_rank_process()) {
+    EXPECT_TRUE(report.has_passed()) << report.describe();
+  }
+}
+
+TEST(DdpRecover, CountsWhatARankWithoutInputsStillHadToGive) {
+  for (const bool by_all : {true, false}) {
+    const auto report = testing::run_processes_from_gtest(
+        {.world_size = 3, .backend = "shm", .timeout = 60s, .collective_timeout = 30s, .expected_exit_code = kKilled},
+        [&](const World& world) {
+          auto model = make_model();
+          DistributedDataParallel<Mlp> ddp(model, world.group(), {.recoverable = true});
+          // Rank 0 runs out with a backward that nobody has reduced; rank 2 dies in the reduction.
+          const int inputs = world.rank() == 0 ? 1 : 2;
+          const auto weight = 1.0 + world.rank();
+          DiesAt end(-1);
+          end.at("DDP(Mlp) bucket", "launch");
+          std::optional<ObserverScope> watched;
+          if (world.rank() == 2) watched.emplace(end);
+          try {
+            ddp.join({.options = {.divide_by_initial_world_size = by_all, .weighted = true}}).run([&] {
+              for (int i = 0; i < inputs; ++i) {
+                const auto guard = ddp.no_sync(i == 0);
+                ddp.backward(ddp(input_of(world.rank(), i)).pow(2).mean(), weight);
+              }
+            });
+            ADD_FAILURE() << "rank 2 did not die";
+          } catch (const c10::DistBackendError&) {
+            EXPECT_EQ(ddp.recover(surviving_group(world.group())), Recovered::kStep);
+          }
+          auto reference = make_model();
+          (reference->forward(input_of(0, 0)).pow(2).mean() / 5.0).backward();
+          for (const int i : {0, 1}) (reference->forward(input_of(1, i)).pow(2).mean() * (2.0 / 5)).backward();
+          for (std::size_t i = 0; i < reference->parameters().size(); ++i) {
+            EXPECT_TRUE(at::allclose(model->parameters()[i].grad(), reference->parameters()[i].grad(), 1e-9, 1e-12));
+          }
+          if (!::testing::Test::HasFailure()) std::_Exit(kKilled);
+        });
+    if (!testing::is_rank_process()) {
+      EXPECT_TRUE(report.has_passed()) << report.describe();
+    }
+  }
+}
+
 TEST(DdpRecover, GoesOnAfterEachOfSeveralDeaths) {
   const auto report = testing::run_processes_from_gtest(
       {.world_size = 4, .backend = "shm", .timeout = 60s, .collective_timeout = 30s, .expected_exit_code = kKilled},

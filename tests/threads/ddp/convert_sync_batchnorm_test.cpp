@@ -64,6 +64,33 @@ TEST_P(ConvertSyncBatchnorm, TrainsAsOneProcessWithTheWholeBatch) {
   });
 }
 
+// DDP-99: a layer without weights trains over the whole batch, and one without statistics is the plain layer in
+// evaluation
+LOCKSTEP_THREAD_TEST(ConvertSyncBatchnormLayers, WithoutWeightsOrStatisticsDoAsPythonsDo, 2) {
+  const auto whole = at::arange(24, at::kDouble).sin().view({6, 4});
+  const auto mine = whole.narrow(0, 3 * world.rank(), 3).clone().requires_grad_();
+  auto plain = torch::nn::Sequential(torch::nn::BatchNorm1d(torch::nn::BatchNormOptions(4).affine(false)));
+  auto net = torch::nn::Sequential(torch::nn::BatchNorm1d(torch::nn::BatchNormOptions(4).affine(false)));
+  plain->to(at::kDouble);
+  net->to(at::kDouble);
+  convert_sync_batchnorm(*net, world.group());
+  const auto input = whole.clone().requires_grad_();
+  plain->forward(input).pow(3).sum().backward();
+  net->forward(mine).pow(3).sum().backward();
+  EXPECT_TRUE(at::allclose(mine.grad(), input.grad().narrow(0, 3 * world.rank(), 3)));
+
+  auto without =
+      torch::nn::Sequential(torch::nn::BatchNorm1d(torch::nn::BatchNormOptions(4).track_running_stats(false)));
+  without->to(at::kDouble);
+  convert_sync_batchnorm(*without, world.group());
+  without->eval();
+  // On one rank alone: nothing is communicated.
+  if (world.rank() == 0) {
+    const auto expected = at::batch_norm(mine, {}, {}, {}, {}, true, 0.1, 1e-5, false);
+    EXPECT_TRUE(at::allclose(without->forward(mine), expected));
+  }
+}
+
 // DDP-99: options, tensors, mode and names are those of the layer that was there
 LOCKSTEP_THREAD_TEST(ConvertSyncBatchnormLayers, KeepTensorsOptionsAndMode, 2) {
   auto net = torch::nn::Sequential(

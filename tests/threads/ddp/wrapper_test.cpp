@@ -212,6 +212,32 @@ LOCKSTEP_THREAD_TEST(DdpWrapper, NoticesReplicasThatDriftApartLater, 2) {
   expect_error([&] { train(5); }, {"replicas differ", "'layer0.weight'"});
 }
 
+// U-3: sharpness-aware minimization moves parameters on each rank by itself, and back before the step.
+LOCKSTEP_THREAD_TEST(DdpWrapper, ReplicasMayDifferBetweenALocalForwardAndTheStep, 2) {
+  auto model = mlp(kSizes);
+  DistributedDataParallel ddp(model, world.group());
+  torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1));
+  for (int step = 0; step < 10; ++step) {
+    const auto batch = random_batch(4, 4, 10 * world.rank() + step);
+    optimizer.zero_grad();
+    {
+      const auto guard = ddp.no_sync();
+      loss_of(ddp(batch)).backward();
+    }
+    std::vector<at::Tensor> moves;
+    const auto move = [&](double sign) {
+      const at::NoGradGuard no_grad;
+      for (std::size_t i = 0; i < moves.size(); ++i) model->parameters()[i].add_(moves[i], sign);
+    };
+    for (const auto& parameter : model->parameters()) moves.push_back(parameter.grad() * 0.05);
+    move(1);
+    optimizer.zero_grad();
+    loss_of(ddp(batch)).backward();
+    move(-1);
+    optimizer.step();
+  }
+}
+
 // U-3: where they differ on purpose nothing is said.
 LOCKSTEP_THREAD_TEST(DdpWrapper, ReplicasMayDifferBehindAHookOrWhereIgnored, 2) {
   const Warnings warnings;

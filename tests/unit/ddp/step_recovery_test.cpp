@@ -53,6 +53,15 @@ TEST(RepairFor, RepeatsTheStepWhereSomebodyHasNothing) {
   }
 }
 
+TEST(RepairFor, KeepsGradientsThatAreAverages) {
+  EXPECT_EQ(repairs_of({{Left::kDone, 4}, {Left::kDone, 4}}), Repairs(2, Repair::kKeep));
+  // Others may be in the next step already, or have still to end this one.
+  for (const auto left : {Left::kNothing, Left::kLocal}) {
+    EXPECT_EQ(repairs_of({{Left::kDone, 4}, {left, 4}, {Left::kSums, 3}}),
+              (Repairs{Repair::kKeep, Repair::kRepeatStep, Repair::kWriteSums}));
+  }
+}
+
 TEST(RepairFor, ThrowsOnARankThatIsTooFarBehind) {
   const FailedReduction ahead{Left::kNothing, 7};
   // What it would have to write is not there, or is that of an earlier step.
@@ -103,6 +112,8 @@ TEST(StepRecovery, CountsStepsThatEndAndForgetsThem) {
   StepRecovery recovery;
   for (int step = 0; step < 3; ++step) {
     EXPECT_EQ(recovery.failed().finished, step);
+    EXPECT_EQ(recovery.failed().left, step == 0 ? Left::kNothing : Left::kDone);
+    recovery.begin_forward();
     EXPECT_EQ(recovery.failed().left, Left::kNothing);
     EXPECT_EQ(recovery.failed().weight, 1);
     EXPECT_FALSE(recovery.gives_zeros());

@@ -112,6 +112,29 @@ struct Numbers : torch::data::Dataset<Numbers> {
 };
 
 // The loader has a copy; the one that is kept says which epoch comes.
+// Between two passes the next one is what is saved, not the end of the last.
+TEST(DistributedSampler, KeepsTheNextPassInAnArchive) {
+  const DistributedSamplerOptions options{.num_replicas = 2, .rank = 0};
+  for (const std::size_t done : {0, 2}) {
+    DistributedSampler sampler(10, options);
+    sampler.reset();
+    while (sampler.next(2)) {
+    }
+    sampler.set_epoch(1, done);
+    std::stringstream file;
+    torch::serialize::OutputArchive out;
+    sampler.save(out);
+    out.save_to(file);
+    DistributedSampler other(10, options);
+    torch::serialize::InputArchive in;
+    in.load_from(file);
+    other.load(in);
+    other.reset();
+    EXPECT_EQ(other.epoch(), 1);
+    EXPECT_EQ(other.next(10).value().size(), 5 - done);
+  }
+}
+
 TEST(DistributedSampler, ServesADataLoader) {
   auto sampler = sampler_of(11, 2, 1, true);
   auto loader = torch::data::make_data_loader(Numbers().map(torch::data::transforms::Stack<>()), sampler, 4);
