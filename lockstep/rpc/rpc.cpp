@@ -7,9 +7,11 @@
 #include <torch/csrc/jit/mobile/type_parser.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <mutex>
 #include <set>
+#include <thread>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -50,7 +52,8 @@ struct Session {
   int rank = -1;       // the container of contexts keeps the first
   RpcOptions options;
   bool is_dynamic = false;
-  StorePtr store;  // of a dynamic group
+  StorePtr store;       // of the group
+  int world_size = -1;  // unless it is dynamic
   std::shared_ptr<trpc::RpcAgent> agent;
   std::unique_ptr<detail::Heartbeat> heartbeat;
 };
@@ -202,6 +205,7 @@ void tear_down(Session& current) {
   agent->switch_to(nullptr);
   detail::forget_gatherings();
   current.agent.reset();
+  current.store.reset();  // its port may be wanted again
   if (error) std::rethrow_exception(error);
 }
 
@@ -264,6 +268,8 @@ void begin_with_all(Session& current, AgentRequest request, const WorkerCard& ow
   request.reverse_device_maps = reverse_maps(cards, request.name);
   // Nobody's first call finds a worker that is not there yet.
   begin(current, request, make_agent(request, cards), [&] { barrier({}, options.init_timeout); });
+  current.store = request.store;
+  current.world_size = world_size;
 }
 
 void join_dynamically(Session& current, AgentRequest request, const WorkerCard& own) {
@@ -299,6 +305,22 @@ void have_enough_threads() {
   }
 }
 
+/// Libtorch's agent counts calls in the store until all workers have read the same number. Who serves the store, rank 0
+/// as a rule, must not be the first to go.
+void go_last_if_server(const Session& current) {
+  constexpr auto kPatience = std::chrono::seconds(2);
+  const auto end = std::chrono::steady_clock::now() + kPatience;
+  try {
+    current.store->add("left", 1);
+    while (current.rank == 0 && current.store->add("left", 0) < current.world_size &&
+           std::chrono::steady_clock::now() < end) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    // NOLINTNEXTLINE(bugprone-empty-catch): whoever served it is gone, and nobody needs it any more
+  } catch (const std::exception&) {
+  }
+}
+
 /// The graceful end: with everybody, or, where workers come and go, as one who goes.
 void say_goodbye(Session& current, std::chrono::duration<float> timeout) {
   const auto limit =
@@ -312,6 +334,7 @@ void say_goodbye(Session& current, std::chrono::duration<float> timeout) {
     detail::tell_members(/*joins=*/false);
   }
   switched_agent()->join(/*shutdown=*/true, timeout.count());
+  if (!current.is_dynamic) go_last_if_server(current);
   check_leaks(current.options);
 }
 
