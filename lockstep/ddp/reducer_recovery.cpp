@@ -47,7 +47,7 @@ detail::FailedReduction Reducer::failed_reduction() const {
 }
 
 void Reducer::move_to_survivors(GroupPtr group) {
-  update_process_group(group);
+  update_process_group(std::move(group));
   const std::lock_guard lock(mutex_);
   // Some may have rebuilt theirs just before the failure, and others not.
   const LabelScope label({"DDP's buckets after a failure"});

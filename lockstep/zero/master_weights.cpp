@@ -35,7 +35,7 @@ at::Tensor MasterWeights::made_master(const at::Tensor& parameter) const {
   if (!has_master(parameter.scalar_type(), dtype_)) return {};
   const at::NoGradGuard no_grad;
   const auto values = parameter.detach();
-  return at::empty_like(values, values.options().dtype(*dtype_)).copy_(values).requires_grad_();
+  return at::empty_like(values, values.options().dtype(dtype_)).copy_(values).requires_grad_();
 }
 
 std::vector<std::vector<at::Tensor>> MasterWeights::stepped_in_place_of(

@@ -45,7 +45,7 @@ std::vector<Steps> gather_steps(const Steps& mine, const GroupPtr& group) {
 /// True for the elements of `parameter`, in memory order, that this rank's optimizer steps.
 at::Tensor own_elements(const at::Tensor& parameter, const std::vector<at::Tensor>& stepped) {
   const auto mask = at::zeros({parameter.numel()}, at::TensorOptions(at::kFloat).device(parameter.device()));
-  const auto size = static_cast<int64_t>(parameter.element_size());
+  const auto size = parameter.element_size();
   const auto* begin = static_cast<const char*>(parameter.data_ptr());
   for (const auto& own : stepped) {
     if (own.numel() == 0 || own.device() != parameter.device()) continue;
