@@ -36,9 +36,9 @@ std::string AbsenceWatch::look() {
   for (int rank = 0; rank < group_.size; ++rank) {
     const int global = group_.global_ranks[rank];
     // In this order: one that came and then ended has come.
-    if (const auto end = how_rank_ended(group_.ended_dir, global); end && !has_come(rank)) {
-      return str("rank ", global, " ended (", *end, ") before it came");
-    }
+    const auto end = how_rank_ended(group_.ended_dir, global);
+    if ((!end && !group_.has_ended(rank)) || has_come(rank)) continue;
+    return str("rank ", global, " ended ", end ? str("(", *end, ") ") : "", "before it came");
   }
   const auto waited = std::chrono::steady_clock::now() - begin_;
   if (waited < kLong || std::exchange(has_warned_, true)) return "";

@@ -27,7 +27,8 @@ class AbsenceWatch {
   /// In the world's numbers. Asks the store.
   std::vector<int> absent() const;
 
-  /// "rank 2 ended (exit code 0) before it came", or nothing. Warns once of those that are absent for long.
+  /// "rank 2 ended (exit code 0) before it came", as far as the launcher or the process itself tells, or nothing. Warns
+  /// once of those that are absent for long.
   std::string look();
 
  private:

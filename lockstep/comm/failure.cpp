@@ -5,7 +5,6 @@
 #include <thread>
 
 #include "lockstep/base/str.h"
-#include "lockstep/comm/process_home.h"
 
 namespace lockstep::detail {
 namespace {
@@ -99,9 +98,7 @@ Signatures read_signatures(c10d::Store& store, const GroupDescription& group) {
       result.is_complete = false;
     }
     // Nobody waits for a signature of the dead.
-    const bool may_sign = std::any_of(open.begin(), open.end(), [&](int rank) {
-      return group.homes.empty() || !is_gone(group.homes[static_cast<std::size_t>(rank)]);
-    });
+    const bool may_sign = std::any_of(open.begin(), open.end(), [&](int rank) { return !group.has_ended(rank); });
     if (!result.is_complete || !may_sign || std::chrono::steady_clock::now() > deadline) break;
     std::this_thread::sleep_for(kSignPoll);
   }

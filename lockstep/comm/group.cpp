@@ -76,6 +76,10 @@ c10d::ProcessGroup::BackendType backend_type(const c10d::Backend& backend) {
 
 }  // namespace
 
+bool GroupDescription::has_ended(int of_rank) const {
+  return !homes.empty() && is_gone(homes.at(static_cast<std::size_t>(of_rank)));
+}
+
 std::string GroupState::who() const {
   const int mine = description.global_ranks.at(description.rank);
   if (description.name == "world") return str("rank ", mine, " of ", description.size);
@@ -148,22 +152,16 @@ std::vector<std::string> check_in(c10d::Store& store, const std::string& prefix,
   auto pause = std::chrono::milliseconds(1);
   AbsenceWatch watch(store, group, what, key);
   std::vector<int> absent;
-  std::vector<int> gone;
   std::string ended;
   try {
     while (!store.check(keys)) {
       ThreadRun::current()->throw_if_aborted(failed);
-      for (std::size_t rank = 0; rank < group.homes.size(); ++rank) {
-        // It may have come before it ended.
-        if (is_gone(group.homes[rank]) && !store.check({keys[rank]})) gone.push_back(group.global_ranks[rank]);
-      }
-      if (!gone.empty()) break;
+      ended = watch.look();
+      if (!ended.empty()) break;
       if (std::chrono::steady_clock::now() > deadline) {
         absent = watch.absent();
         break;
       }
-      ended = watch.look();
-      if (!ended.empty()) break;
       std::this_thread::sleep_for(pause);
       pause = std::min(pause * 2, std::chrono::milliseconds(50));
     }
@@ -173,8 +171,6 @@ std::vector<std::string> check_in(c10d::Store& store, const std::string& prefix,
     throw c10::DistBackendError(
         str(failed, "the store is gone, and with it the rank that served it (", first_line(error), ")"));
   }
-  TORCH_CHECK_WITH(DistBackendError, gone.empty(), failed, "the process of rank ", join(gone, ", "),
-                   " has ended. Look there for an earlier error.");
   TORCH_CHECK_WITH(DistBackendError, ended.empty(), failed, ended, ". Look there for the reason.");
   TORCH_CHECK_WITH(DistBackendError, absent.empty(), failed, "rank ", join(absent, ", "), " did not come within ",
                    group.timeout.count(), " ms. Look there for an earlier error, or raise the timeout.");
@@ -300,16 +296,13 @@ GroupPtr new_subgroups(const GroupPtr& parent, const std::vector<std::vector<int
         .rank = static_cast<int>(found - ranks.begin()),
         .size = static_cast<int>(ranks.size()),
         .name = name,
-        .global_ranks = {},
+        .global_ranks = detail::picked(from.global_ranks, ranks),
         .timeout = options.timeout.count() > 0 ? options.timeout : from.timeout,
         .backend_spec = options.backend.empty() ? from.backend_spec : options.backend,
         .address = from.address,
         .ended_dir = from.ended_dir,
+        .homes = detail::picked(from.homes, ranks),
     };
-    for (const int rank : ranks) {
-      description.global_ranks.push_back(from.global_ranks[rank]);
-      if (!from.homes.empty()) description.homes.push_back(from.homes[rank]);
-    }
     mine = detail::connect_group(std::move(description));
   }
   return mine;

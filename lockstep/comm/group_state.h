@@ -33,7 +33,20 @@ struct GroupDescription {
   /// it is.
   c10::intrusive_ptr<c10d::Store> survivors_meet_at = nullptr;
   int generation = 0;  // failures before it
+
+  /// Whether the process of this rank is known to have ended; see process_home.h.
+  bool has_ended(int of_rank) const;
 };
+
+/// Of these ranks, what `by_rank` has; nothing if it has nothing at all.
+template <class Value>
+std::vector<Value> picked(const std::vector<Value>& by_rank, const std::vector<int>& ranks) {
+  std::vector<Value> values;
+  for (const int rank : ranks) {
+    if (!by_rank.empty()) values.push_back(by_rank.at(static_cast<std::size_t>(rank)));
+  }
+  return values;
+}
 
 /// A backend of a group, which keeps it alive, with what launch() asks of it.
 struct ServingBackend {

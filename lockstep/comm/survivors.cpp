@@ -41,8 +41,8 @@ std::vector<int> agree_on_members(c10d::Store& store, const detail::GroupDescrip
     for (int rank = 0; rank < from.size; ++rank) {
       if (store.check({here_key(rank)})) {
         here.push_back(rank);
-      } else if (from.homes.empty() || !detail::is_gone(from.homes[static_cast<std::size_t>(rank)])) {
-        may_come = true;
+      } else {
+        may_come = may_come || !from.has_ended(rank);
       }
     }
     if (!may_come || std::chrono::steady_clock::now() > deadline) {
@@ -66,12 +66,8 @@ detail::GroupDescription description_among(const std::vector<int>& members, cons
                   generation == 1 ? " failure" : " failures");
   mine.survivors_meet_at = root;
   mine.generation = generation;
-  mine.global_ranks.clear();
-  mine.homes.clear();
-  for (const int member : members) {
-    mine.global_ranks.push_back(from.global_ranks[static_cast<std::size_t>(member)]);
-    if (!from.homes.empty()) mine.homes.push_back(from.homes[static_cast<std::size_t>(member)]);
-  }
+  mine.global_ranks = detail::picked(from.global_ranks, members);
+  mine.homes = detail::picked(from.homes, members);
   return mine;
 }
 

@@ -302,8 +302,10 @@ void Reducer::finish_backward() {
   const at::NoGradGuard no_grad;
   TORCH_INTERNAL_ASSERT(step_.next_bucket == buckets_.size());
   or_give_up([&] {
-    if (recovery_) recovery_->set_gives_zeros(step_.gives_zeros);
-    if (recovery_) recovery_->begin_end(left_if_it_fails());
+    if (recovery_) {
+      recovery_->set_gives_zeros(step_.gives_zeros);
+      recovery_->begin_end(left_if_it_fails());
+    }
     wait_for_all();
     if (recovery_) vote_to_end();
     sink().write(buckets_, used_map(), step_.terms);
@@ -419,6 +421,16 @@ void Reducer::forget_leftovers() {
   local_.forget();
 }
 
+void Reducer::launch_all_buckets() {
+  for (auto& bucket : buckets_) {
+    attach_buffer(bucket);
+    step_.gives_zeros ? intake_.take_zeros(bucket, step_.terms, sink())
+                      : intake_.take_leftovers(bucket, step_.terms, sink());
+    bucket.progress.gradients_missing = 0;
+    launch_ready_buckets();
+  }
+}
+
 void Reducer::mirror_backward(bool leaves_grad) {
   const bool gives_leftovers = has_leftovers();
   const std::lock_guard lock(mutex_);
@@ -438,13 +450,7 @@ void Reducer::mirror_backward(bool leaves_grad) {
   const bool is_first_of_static_graph = static_graph_.is_counting() && static_graph_.must_share_marks();
   if (is_first_of_static_graph) or_give_up([&] { unused_.used.launch(setup_.group); });
   if (searches_unused() && !gives_leftovers) unused_.used.clear();
-  for (auto& bucket : buckets_) {
-    attach_buffer(bucket);
-    gives_leftovers ? intake_.take_leftovers(bucket, step_.terms, sink())
-                    : intake_.take_zeros(bucket, step_.terms, sink());
-    bucket.progress.gradients_missing = 0;
-    launch_ready_buckets();
-  }
+  launch_all_buckets();
   if (searches_unused()) or_give_up([&] { unused_.used.launch(setup_.group); });
   finish_backward();
   // Ranks with inputs have an order now, and rebuild; a static graph has one from the second step.
@@ -532,6 +538,11 @@ void Reducer::update_process_group(GroupPtr group) {
 
 // ---- buckets in the order gradients come ----
 
+void Reducer::take_plan_of_first_rank(const BucketPlan& mine) {
+  setup_.plan = BucketPlan::load(broadcast_object(mine.save(), 0, setup_.group), setup_.plan.parameters());
+  make_buckets();
+}
+
 bool Reducer::should_rebuild_buckets() const {
   return order_.is_wanted() && !searches_unused();
 }
@@ -544,10 +555,9 @@ bool Reducer::rebuild_buckets() {
   // Parameters that a static graph never uses come last.
   const auto mine = rebuilt_plan(setup_.plan.parameters(), setup_.options.caps, order_.complete(), has_small_last);
   const LabelScope label({"DDP's new buckets"});
-  // As rank 0 saw it: gradients may come in another order elsewhere.
-  setup_.plan = BucketPlan::load(broadcast_object(mine.save(), 0, setup_.group), setup_.plan.parameters());
+  // Gradients may come in another order elsewhere.
+  take_plan_of_first_rank(mine);
   order_.set_used();
-  make_buckets();
   if (c10d::debug_level() != c10d::DebugLevel::Off) {
     LOG(INFO) << setup_.who() << ": buckets were rebuilt:\n" << setup_.plan.to_string();
   }

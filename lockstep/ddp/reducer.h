@@ -258,6 +258,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   /// The one in use.
   detail::GradientSink& sink() { return scatter_ ? static_cast<detail::GradientSink&>(*scatter_) : averages_; }
   void make_buckets();
+  /// Buckets as rank 0 has them in `mine`. Collective.
+  void take_plan_of_first_rank(const BucketPlan& mine);
   void arm();
   /// A gradient that is to be reduced.
   void take(std::size_t index);
@@ -272,6 +274,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   /// Marks of local backwards whose gradients the program has dropped since.
   void forget_abandoned_marks();
   void launch_ready_buckets();
+  /// Of a step without a backward of its own: zeros, or what there is of gradients.
+  void launch_all_buckets();
   void launch(detail::Bucket& bucket);
   void attach_buffer(detail::Bucket& bucket);
   void queue_finish();

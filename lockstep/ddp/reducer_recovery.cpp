@@ -4,9 +4,7 @@
 
 #include <utility>
 
-#include "lockstep/base/str.h"
 #include "lockstep/comm/call_label.h"
-#include "lockstep/comm/objects.h"
 #include "lockstep/ddp/reducer.h"
 #include "lockstep/nn/gradient_copy.h"
 
@@ -47,12 +45,13 @@ detail::FailedReduction Reducer::failed_reduction() const {
 }
 
 void Reducer::move_to_survivors(GroupPtr group) {
-  update_process_group(std::move(group));
+  reset_state();
   const std::lock_guard lock(mutex_);
+  setup_.group = std::move(group);
+  order_.want_again();
   // Some may have rebuilt theirs just before the failure, and others not.
   const LabelScope label({"DDP's buckets after a failure"});
-  setup_.plan = BucketPlan::load(broadcast_object(setup_.plan.save(), 0, setup_.group), setup_.plan.parameters());
-  make_buckets();
+  take_plan_of_first_rank(setup_.plan);
 }
 
 void Reducer::write_arrived_sums() {
@@ -68,19 +67,12 @@ void Reducer::write_arrived_sums() {
 void Reducer::reduce_again(double divisor) {
   const std::lock_guard lock(mutex_);
   const at::NoGradGuard no_grad;
-  const bool gives_zeros = recovery_->gives_zeros();
   arm();
-  step_.is_mirrored = gives_zeros;
-  step_.gives_zeros = gives_zeros;
+  step_.is_mirrored = step_.gives_zeros = recovery_->gives_zeros();
   step_.divisor_source = [divisor] { return divisor; };
   step_.terms.access.settle();
   begin_reduction();
-  for (auto& bucket : buckets_) {
-    attach_buffer(bucket);
-    gives_zeros ? intake_.take_zeros(bucket, step_.terms, sink()) : intake_.take_leftovers(bucket, step_.terms, sink());
-    bucket.progress.gradients_missing = 0;
-    launch_ready_buckets();
-  }
+  launch_all_buckets();
   finish_backward();
 }
 

@@ -135,6 +135,13 @@ void check_cards(const std::vector<WorkerCard>& cards) {
   }
 }
 
+void wait_for_others(c10d::Store& store, const std::string& key, int64_t count, std::chrono::milliseconds patience) {
+  const auto end = std::chrono::steady_clock::now() + patience;
+  while (store.add(key, 0) < count && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
 void check_cards_together(const std::vector<WorkerCard>& cards, c10d::Store& store) {
   constexpr auto kReaders = "readers";
   constexpr std::chrono::seconds kPatience(5);
@@ -142,10 +149,7 @@ void check_cards_together(const std::vector<WorkerCard>& cards, c10d::Store& sto
   try {
     check_cards(cards);
   } catch (const c10::Error&) {
-    const auto end = std::chrono::steady_clock::now() + kPatience;
-    while (store.add(kReaders, 0) < static_cast<std::int64_t>(cards.size()) && std::chrono::steady_clock::now() < end) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(5));
-    }
+    wait_for_others(store, kReaders, static_cast<std::int64_t>(cards.size()), kPatience);
     throw;
   }
 }

@@ -24,6 +24,10 @@ struct WorkerCard {
 std::vector<std::uint8_t> bytes_of(const WorkerCard& card);
 WorkerCard card_of(const std::vector<std::uint8_t>& bytes);
 
+/// Waits until `count` workers have been here, as `key` of the store counts, but not longer than `patience`: for those
+/// with whom the store may end.
+void wait_for_others(c10d::Store& store, const std::string& key, int64_t count, std::chrono::milliseconds patience);
+
 /// Every worker's card, by rank. Throws naming the ranks that do not come in time.
 std::vector<WorkerCard> exchange(const WorkerCard& own, int rank, int world_size, c10d::Store& store,
                                  std::chrono::milliseconds timeout);

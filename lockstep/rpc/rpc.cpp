@@ -11,7 +11,6 @@
 #include <cstdlib>
 #include <mutex>
 #include <set>
-#include <thread>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -308,14 +307,11 @@ void have_enough_threads() {
 /// Libtorch's agent counts calls in the store until all workers have read the same number. Who serves the store, rank 0
 /// as a rule, must not be the first to go.
 void go_last_if_server(const Session& current) {
-  constexpr auto kPatience = std::chrono::seconds(2);
-  const auto end = std::chrono::steady_clock::now() + kPatience;
+  constexpr auto kLeft = "left";
+  constexpr std::chrono::seconds kPatience(2);
   try {
-    current.store->add("left", 1);
-    while (current.rank == 0 && current.store->add("left", 0) < current.world_size &&
-           std::chrono::steady_clock::now() < end) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
+    current.store->add(kLeft, 1);
+    if (current.rank == 0) detail::wait_for_others(*current.store, kLeft, current.world_size, kPatience);
     // NOLINTNEXTLINE(bugprone-empty-catch): whoever served it is gone, and nobody needs it any more
   } catch (const std::exception&) {
   }

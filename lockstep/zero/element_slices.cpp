@@ -79,9 +79,14 @@ void ElementSlices::set_groups(std::vector<std::vector<at::Tensor>> groups) {
   on_trainability_change();
 }
 
-void ElementSlices::on_trainability_change() {
+std::unordered_set<const void*> ElementSlices::placed_parameters() const {
   std::unordered_set<const void*> placed;
   for (const auto& block : blocks_) placed.insert(block.members.begin(), block.members.end());
+  return placed;
+}
+
+void ElementSlices::on_trainability_change() {
+  const auto placed = placed_parameters();
   std::unordered_map<const void*, Member> missing;
   std::vector<std::vector<at::Tensor>> lists = given_blocks_;
   int64_t index = 0;
@@ -331,8 +336,7 @@ OptimizerStateDict ElementSlices::load(const StateSource& source) {
 }
 
 void ElementSlices::warn_of_frozen_state(const StateSource& source) const {
-  std::unordered_set<const void*> placed;
-  for (const auto& block : blocks_) placed.insert(block.members.begin(), block.members.end());
+  const auto placed = placed_parameters();
   std::vector<int64_t> lost;
   int64_t index = 0;
   for (const auto& group : groups_) {

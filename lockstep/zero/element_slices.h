@@ -53,9 +53,6 @@ class ElementSlices final : public Division {
   ShardingBytes bytes() const override;
 
  private:
-  /// State that the source has of parameters without a place here.
-  void warn_of_frozen_state(const StateSource& source) const;
-
   struct Member {
     int64_t index = 0;  // over all groups
     std::size_t group = 0;
@@ -91,6 +88,9 @@ class ElementSlices final : public Division {
   };
 
   Block made_block(const std::vector<Member>& members) const;
+  std::unordered_set<const void*> placed_parameters() const;
+  /// State that the source has of parameters without a place here is dropped.
+  void warn_of_frozen_state(const StateSource& source) const;
   bool has_gradient(const Piece& piece) const;
   /// Of all parameters, whatever this rank has of them: either all ranks throw, or none.
   void check_gradients_are_dense() const;

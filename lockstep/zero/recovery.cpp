@@ -141,8 +141,9 @@ void ZeroOptimizer::collect_state(const GroupPtr& group, bool lacks_an_update) {
     }
   }
   auto owned = at::zeros({static_cast<int64_t>(parameters.size())}, at::TensorOptions(at::kLong));
+  const auto stepped = sharding_->own_parameters();
   for (std::size_t i = 0; i < parameters.size(); ++i) {
-    owned[static_cast<int64_t>(i)] = own_elements(parameters[i], sharding_->own_parameters()).count_nonzero();
+    owned[static_cast<int64_t>(i)] = own_elements(parameters[i], stepped).count_nonzero();
   }
   owned = owned.to(default_device_);
   all_reduce(owned, group);

@@ -81,12 +81,8 @@ BackendRequest request_among(const std::vector<int>& ranks, const std::string& p
   part.store = c10::make_intrusive<c10d::PrefixStore>(prefix, request.store);
   part.rank = static_cast<int>(std::find(ranks.begin(), ranks.end(), request.rank) - ranks.begin());
   part.size = static_cast<int>(ranks.size());
-  part.global_ranks.clear();
-  part.homes.clear();
-  for (const int rank : ranks) {
-    part.global_ranks.push_back(all.global_ranks[static_cast<std::size_t>(rank)]);
-    if (!all.homes.empty()) part.homes.push_back(all.homes[static_cast<std::size_t>(rank)]);
-  }
+  part.global_ranks = picked(all.global_ranks, ranks);
+  part.homes = picked(all.homes, ranks);
   return part;
 }
 

@@ -11,6 +11,7 @@
 #include "lockstep/base/observer.h"
 #include "lockstep/testing/seeds.h"
 #include "tests/support/ddp_models.h"
+#include "tests/support/deaths.h"
 #include "tests/support/error_text.h"
 
 namespace lockstep {
@@ -18,30 +19,11 @@ namespace {
 
 using namespace std::chrono_literals;
 using ddp_models::Mlp;
+using deaths::DiesAt;
+using deaths::expect_same_bits;
 using ::testing::HasSubstr;
 
-// What a killed rank ends with, and here all others too: nobody then stops them.
-constexpr int kKilled = 128 + SIGKILL;
 constexpr int kSteps = 12;
-
-/// Kills this process when the library announces its n-th event from now on.
-class DiesAt : public Observer {
- public:
-  explicit DiesAt(int event) : left_(event) {}
-  void on_event(const Event& event) override {
-    if (left_ >= 0 && left_-- == 0) ::raise(SIGKILL);
-    if (!label_.empty() && event.unit.find(label_) != std::string::npos && event.state == state_) ::raise(SIGKILL);
-  }
-  void at(std::string label, std::string state) {
-    label_ = std::move(label);
-    state_ = std::move(state);
-  }
-
- private:
-  int left_;
-  std::string label_;
-  std::string state_;
-};
 
 Mlp make_model() {
   torch::manual_seed(3);
@@ -78,20 +60,10 @@ double distance(const std::vector<at::Tensor>& some, const std::vector<at::Tenso
   return most;
 }
 
-/// All ranks that are left have the same bits.
-void expect_same_bits(const std::vector<at::Tensor>& parameters, const GroupPtr& group) {
-  for (const auto& parameter : parameters) {
-    const auto first = parameter.detach().clone();
-    broadcast(first, 0, group);
-    EXPECT_TRUE(at::equal(first, parameter));
-  }
-}
-
 struct Outcome {
   GroupPtr group;
   std::vector<at::Tensor> parameters;
   int failures = 0;
-  std::vector<std::size_t> ranks_in_step = {};  // as far as this rank knows
 };
 
 /// The loop of docs/ddp.md.
@@ -123,7 +95,6 @@ Outcome train(const World& world, const DdpOptions& options, const std::function
         ++outcome.failures;
       }
     }
-    outcome.ranks_in_step.push_back(global_ranks(outcome.group).size());
     optimizer.step();
   }
   outcome.parameters = model->parameters();
@@ -145,12 +116,12 @@ void expect_trained_until_death(const Outcome& outcome, int world_size) {
                         << " could have died gives these parameters";
 }
 
-void run_and_kill(const std::function<int(std::mt19937&)>& draw_victim, unsigned seed, const DdpOptions& options) {
-  const auto report = testing::run_processes_from_gtest(
-      {.world_size = 4, .backend = "shm", .timeout = 120s, .collective_timeout = 40s, .expected_exit_code = kKilled},
+void run_and_kill(unsigned seed, const DdpOptions& options) {
+  deaths::run(
+      4,
       [&](const World& world) {
         std::mt19937 random(seed);
-        const int victim = draw_victim(random);
+        const int victim = std::uniform_int_distribution<int>(0, 3)(random);
         // A step has some twenty events on a rank, or more with many buckets.
         DiesAt end(std::uniform_int_distribution<int>(0, 220)(random));
         std::optional<ObserverScope> watched;
@@ -164,45 +135,34 @@ void run_and_kill(const std::function<int(std::mt19937&)>& draw_victim, unsigned
           expect_same_bits(outcome.parameters, outcome.group);
           expect_trained_until_death(outcome, 4);
         }
-        if (!::testing::Test::HasFailure()) std::_Exit(kKilled);
-      });
-  if (!testing::is_rank_process()) {
-    EXPECT_TRUE(report.has_passed()) << "seed " << seed << "\n" << report.describe();
-  }
+      },
+      40s, str("seed ", seed));
 }
 
 TEST(DdpRecover, GoesOnWhereverARankIsKilled) {
   // LOCKSTEP_RECOVER_TRIALS=100 for a long look.
   const int trials = std::stoi(env("LOCKSTEP_RECOVER_TRIALS").value_or("4"));
-  for (int trial = std::stoi(env("LOCKSTEP_RECOVER_FIRST").value_or("0"));
-       trial < trials && !::testing::Test::HasFailure(); ++trial) {
+  for (int trial = 0; trial < trials && !::testing::Test::HasFailure(); ++trial) {
     DdpOptions options;
     options.bucket_cap_mb = trial % 2 == 0 ? 0.0005 : 25;
     options.find_unused_parameters = trial % 4 == 3;
-    run_and_kill([](std::mt19937& random) { return std::uniform_int_distribution<int>(0, 3)(random); },
-                 static_cast<unsigned>(trial), options);
+    run_and_kill(static_cast<unsigned>(trial), options);
   }
 }
 
 /// Rank 1 of 3 dies when `label` comes to `state` in step 3.
 void die_at(const std::string& label, const std::string& state, const std::function<void(const Outcome&)>& check) {
-  const auto report = testing::run_processes_from_gtest(
-      {.world_size = 3, .backend = "shm", .timeout = 60s, .collective_timeout = 30s, .expected_exit_code = kKilled},
-      [&](const World& world) {
-        DiesAt end(-1);
-        std::optional<ObserverScope> watched;
-        if (world.rank() == 1) watched.emplace(end);
-        const auto outcome = train(world, {.bucket_cap_mb = 0.0005}, [&](int step) {
-          if (step == 3) end.at(label, state);
-        });
-        EXPECT_EQ(lost_ranks(world.group(), outcome.group), std::vector<int>{1});
-        expect_same_bits(outcome.parameters, outcome.group);
-        check(outcome);
-        if (!::testing::Test::HasFailure()) std::_Exit(kKilled);
-      });
-  if (!testing::is_rank_process()) {
-    EXPECT_TRUE(report.has_passed()) << report.describe();
-  }
+  deaths::run(3, [&](const World& world) {
+    DiesAt end(-1);
+    std::optional<ObserverScope> watched;
+    if (world.rank() == 1) watched.emplace(end);
+    const auto outcome = train(world, {.bucket_cap_mb = 0.0005}, [&](int step) {
+      if (step == 3) end.at(label, state);
+    });
+    EXPECT_EQ(lost_ranks(world.group(), outcome.group), std::vector<int>{1});
+    expect_same_bits(outcome.parameters, outcome.group);
+    check(outcome);
+  });
 }
 
 void expect_three_steps_of_all(const Outcome& outcome, int steps_of_all) {
@@ -222,169 +182,139 @@ TEST(DdpRecover, KeepsSumsThatHaveArrived) {
 }
 
 TEST(DdpRecover, KeepsGradientsOfAStepThatHadEnded) {
-  const auto report = testing::run_processes_from_gtest(
-      {.world_size = 3, .backend = "shm", .timeout = 60s, .collective_timeout = 30s, .expected_exit_code = kKilled},
-      [&](const World& world) {
-        auto model = make_model();
-        DistributedDataParallel<Mlp> ddp(model, world.group(), {.recoverable = true});
-        ddp(input_of(world.rank(), 0)).pow(2).mean().backward();
-        if (world.rank() == 1) ::raise(SIGKILL);
-        std::vector<at::Tensor> before;
-        for (const auto& parameter : model->parameters()) before.push_back(parameter.grad().clone());
-        // Between backward and step: a loss for the log, clipping, an optimizer's own messages.
-        EXPECT_THROW(barrier(world.group()), c10::DistBackendError);
-        EXPECT_EQ(ddp.recover(surviving_group(world.group())), Recovered::kStep);
-        for (std::size_t i = 0; i < before.size(); ++i) {
-          EXPECT_TRUE(at::equal(before[i], model->parameters()[i].grad()));
-        }
-        if (!::testing::Test::HasFailure()) std::_Exit(kKilled);
-      });
-  if (!testing::is_rank_process()) {
-    EXPECT_TRUE(report.has_passed()) << report.describe();
-  }
+  deaths::run(3, [&](const World& world) {
+    auto model = make_model();
+    DistributedDataParallel<Mlp> ddp(model, world.group(), {.recoverable = true});
+    ddp(input_of(world.rank(), 0)).pow(2).mean().backward();
+    if (world.rank() == 1) ::raise(SIGKILL);
+    std::vector<at::Tensor> before;
+    for (const auto& parameter : model->parameters()) before.push_back(parameter.grad().clone());
+    // Between backward and step: a loss for the log, clipping, an optimizer's own messages.
+    EXPECT_THROW(barrier(world.group()), c10::DistBackendError);
+    EXPECT_EQ(ddp.recover(surviving_group(world.group())), Recovered::kStep);
+    for (std::size_t i = 0; i < before.size(); ++i) {
+      EXPECT_TRUE(at::equal(before[i], model->parameters()[i].grad()));
+    }
+  });
 }
 
 TEST(DdpRecover, CountsWhatARankWithoutInputsStillHadToGive) {
   for (const bool by_all : {true, false}) {
-    const auto report = testing::run_processes_from_gtest(
-        {.world_size = 3, .backend = "shm", .timeout = 60s, .collective_timeout = 30s, .expected_exit_code = kKilled},
-        [&](const World& world) {
-          auto model = make_model();
-          DistributedDataParallel<Mlp> ddp(model, world.group(), {.recoverable = true});
-          // Rank 0 runs out with a backward that nobody has reduced; rank 2 dies in the reduction.
-          const int inputs = world.rank() == 0 ? 1 : 2;
-          const auto weight = 1.0 + world.rank();
-          DiesAt end(-1);
-          end.at("DDP(Mlp) bucket", "launch");
-          std::optional<ObserverScope> watched;
-          if (world.rank() == 2) watched.emplace(end);
-          try {
-            ddp.join({.options = {.divide_by_initial_world_size = by_all, .weighted = true}}).run([&] {
-              for (int i = 0; i < inputs; ++i) {
-                const auto guard = ddp.no_sync(i == 0);
-                ddp.backward(ddp(input_of(world.rank(), i)).pow(2).mean(), weight);
-              }
-            });
-            ADD_FAILURE() << "rank 2 did not die";
-          } catch (const c10::DistBackendError&) {
-            EXPECT_EQ(ddp.recover(surviving_group(world.group())), Recovered::kStep);
+    deaths::run(3, [&](const World& world) {
+      auto model = make_model();
+      DistributedDataParallel<Mlp> ddp(model, world.group(), {.recoverable = true});
+      // Rank 0 runs out with a backward that nobody has reduced; rank 2 dies in the reduction.
+      const int inputs = world.rank() == 0 ? 1 : 2;
+      const auto weight = 1.0 + world.rank();
+      DiesAt end(-1);
+      end.at("DDP(Mlp) bucket", "launch");
+      std::optional<ObserverScope> watched;
+      if (world.rank() == 2) watched.emplace(end);
+      try {
+        ddp.join({.options = {.divide_by_initial_world_size = by_all, .weighted = true}}).run([&] {
+          for (int i = 0; i < inputs; ++i) {
+            const auto guard = ddp.no_sync(i == 0);
+            ddp.backward(ddp(input_of(world.rank(), i)).pow(2).mean(), weight);
           }
-          auto reference = make_model();
-          (reference->forward(input_of(0, 0)).pow(2).mean() / 5.0).backward();
-          for (const int i : {0, 1}) (reference->forward(input_of(1, i)).pow(2).mean() * (2.0 / 5)).backward();
-          for (std::size_t i = 0; i < reference->parameters().size(); ++i) {
-            EXPECT_TRUE(at::allclose(model->parameters()[i].grad(), reference->parameters()[i].grad(), 1e-9, 1e-12));
-          }
-          if (!::testing::Test::HasFailure()) std::_Exit(kKilled);
         });
-    if (!testing::is_rank_process()) {
-      EXPECT_TRUE(report.has_passed()) << report.describe();
-    }
+        ADD_FAILURE() << "rank 2 did not die";
+      } catch (const c10::DistBackendError&) {
+        EXPECT_EQ(ddp.recover(surviving_group(world.group())), Recovered::kStep);
+      }
+      auto reference = make_model();
+      (reference->forward(input_of(0, 0)).pow(2).mean() / 5.0).backward();
+      for (const int i : {0, 1}) (reference->forward(input_of(1, i)).pow(2).mean() * (2.0 / 5)).backward();
+      for (std::size_t i = 0; i < reference->parameters().size(); ++i) {
+        EXPECT_TRUE(at::allclose(model->parameters()[i].grad(), reference->parameters()[i].grad(), 1e-9, 1e-12));
+      }
+    });
   }
 }
 
 TEST(DdpRecover, GoesOnAfterEachOfSeveralDeaths) {
-  const auto report = testing::run_processes_from_gtest(
-      {.world_size = 4, .backend = "shm", .timeout = 60s, .collective_timeout = 30s, .expected_exit_code = kKilled},
-      [&](const World& world) {
-        const auto outcome = train(world, {}, [&](int step) {
-          if (step == 2 && world.rank() == 0) ::raise(SIGKILL);
-          if (step == 5 && world.rank() == 3) ::raise(SIGKILL);
-        });
-        EXPECT_EQ(global_ranks(outcome.group), (std::vector<int>{1, 2}));
-        EXPECT_THAT(group_name(outcome.group), HasSubstr("after 2 failures"));
-        expect_same_bits(outcome.parameters, outcome.group);
-        std::vector<std::vector<int>> ranks_of_step(kSteps, {1, 2});
-        std::fill(ranks_of_step.begin(), ranks_of_step.begin() + 5, std::vector<int>{1, 2, 3});
-        std::fill(ranks_of_step.begin(), ranks_of_step.begin() + 2, std::vector<int>{0, 1, 2, 3});
-        EXPECT_LT(distance(outcome.parameters, trained_by(ranks_of_step)), 1e-9);
-        if (!::testing::Test::HasFailure()) std::_Exit(kKilled);
-      });
-  if (!testing::is_rank_process()) {
-    EXPECT_TRUE(report.has_passed()) << report.describe();
-  }
+  deaths::run(4, [&](const World& world) {
+    const auto outcome = train(world, {}, [&](int step) {
+      if (step == 2 && world.rank() == 0) ::raise(SIGKILL);
+      if (step == 5 && world.rank() == 3) ::raise(SIGKILL);
+    });
+    EXPECT_EQ(global_ranks(outcome.group), (std::vector<int>{1, 2}));
+    EXPECT_THAT(group_name(outcome.group), HasSubstr("after 2 failures"));
+    expect_same_bits(outcome.parameters, outcome.group);
+    std::vector<std::vector<int>> ranks_of_step(kSteps, {1, 2});
+    std::fill(ranks_of_step.begin(), ranks_of_step.begin() + 5, std::vector<int>{1, 2, 3});
+    std::fill(ranks_of_step.begin(), ranks_of_step.begin() + 2, std::vector<int>{0, 1, 2, 3});
+    EXPECT_LT(distance(outcome.parameters, trained_by(ranks_of_step)), 1e-9);
+  });
 }
 
 TEST(DdpRecover, DividesByTheWeightsOfThoseWhoAreLeft) {
-  const auto report = testing::run_processes_from_gtest(
-      {.world_size = 3, .backend = "shm", .timeout = 60s, .collective_timeout = 30s, .expected_exit_code = kKilled},
-      [&](const World& world) {
-        auto model = make_model();
-        DistributedDataParallel<Mlp> ddp(model, world.group(), {.bucket_cap_mb = 0.0005, .recoverable = true});
-        DiesAt end(-1);
-        end.at("layer0", "ready");
-        std::optional<ObserverScope> watched;
-        if (world.rank() == 1) watched.emplace(end);
-        const auto weight = 1.0 + world.rank();
-        try {
-          ddp.backward(ddp(input_of(world.rank(), 0)).pow(2).mean(), weight);
-          ADD_FAILURE() << "rank 1 did not die";
-        } catch (const c10::DistBackendError&) {
-          EXPECT_EQ(ddp.recover(surviving_group(world.group())), Recovered::kStep);
-        }
-        auto reference = make_model();
-        for (const int rank : {0, 2}) {
-          (reference->forward(input_of(rank, 0)).pow(2).mean() * ((1.0 + rank) / 4)).backward();
-        }
-        for (std::size_t i = 0; i < reference->parameters().size(); ++i) {
-          EXPECT_TRUE(at::allclose(model->parameters()[i].grad(), reference->parameters()[i].grad(), 1e-5, 1e-6));
-        }
-        if (!::testing::Test::HasFailure()) std::_Exit(kKilled);
-      });
-  if (!testing::is_rank_process()) {
-    EXPECT_TRUE(report.has_passed()) << report.describe();
-  }
+  deaths::run(3, [&](const World& world) {
+    auto model = make_model();
+    DistributedDataParallel<Mlp> ddp(model, world.group(), {.bucket_cap_mb = 0.0005, .recoverable = true});
+    DiesAt end(-1);
+    end.at("layer0", "ready");
+    std::optional<ObserverScope> watched;
+    if (world.rank() == 1) watched.emplace(end);
+    const auto weight = 1.0 + world.rank();
+    try {
+      ddp.backward(ddp(input_of(world.rank(), 0)).pow(2).mean(), weight);
+      ADD_FAILURE() << "rank 1 did not die";
+    } catch (const c10::DistBackendError&) {
+      EXPECT_EQ(ddp.recover(surviving_group(world.group())), Recovered::kStep);
+    }
+    auto reference = make_model();
+    for (const int rank : {0, 2}) {
+      (reference->forward(input_of(rank, 0)).pow(2).mean() * ((1.0 + rank) / 4)).backward();
+    }
+    for (std::size_t i = 0; i < reference->parameters().size(); ++i) {
+      EXPECT_TRUE(at::allclose(model->parameters()[i].grad(), reference->parameters()[i].grad(), 1e-5, 1e-6));
+    }
+  });
 }
 
 TEST(DdpRecover, AnotherJoinScopeTakesTheInputsThatAreLeft) {
-  const auto report = testing::run_processes_from_gtest(
-      {.world_size = 3, .backend = "shm", .timeout = 60s, .collective_timeout = 30s, .expected_exit_code = kKilled},
-      [&](const World& world) {
-        auto group = world.group();
-        auto model = make_model();
-        DistributedDataParallel<Mlp> ddp(model, group, {.recoverable = true});
-        torch::optim::SGD optimizer(model->parameters(), 0.05);
-        // Rank 0 runs out of inputs first; rank 2 is killed when it has.
-        const int inputs = world.rank() == 0 ? 2 : 6;
-        int step = 0;
-        bool must_step = false;
-        for (bool is_over = false; !is_over;) {
-          try {
-            ddp.join().run([&] {
-              for (; step < inputs; ++step) {
-                if (step == 4 && world.rank() == 2) ::raise(SIGKILL);
-                if (!std::exchange(must_step, false)) {
-                  optimizer.zero_grad();
-                  ddp(input_of(world.rank(), step)).pow(2).mean().backward();
-                }
-                optimizer.step();
-              }
-            });
-            is_over = true;
-          } catch (const c10::DistBackendError&) {
-            group = surviving_group(group);
-            must_step = ddp.recover(group) == Recovered::kStep && step < inputs;
+  deaths::run(3, [&](const World& world) {
+    auto group = world.group();
+    auto model = make_model();
+    DistributedDataParallel<Mlp> ddp(model, group, {.recoverable = true});
+    torch::optim::SGD optimizer(model->parameters(), 0.05);
+    // Rank 0 runs out of inputs first; rank 2 is killed when it has.
+    const int inputs = world.rank() == 0 ? 2 : 6;
+    int step = 0;
+    bool must_step = false;
+    for (bool is_over = false; !is_over;) {
+      try {
+        ddp.join().run([&] {
+          for (; step < inputs; ++step) {
+            if (step == 4 && world.rank() == 2) ::raise(SIGKILL);
+            if (!std::exchange(must_step, false)) {
+              optimizer.zero_grad();
+              ddp(input_of(world.rank(), step)).pow(2).mean().backward();
+            }
+            optimizer.step();
           }
-        }
-        EXPECT_EQ(step, inputs);
-        EXPECT_EQ(global_ranks(group), (std::vector<int>{0, 1}));
-        expect_same_bits(model->parameters(), group);
-        if (!::testing::Test::HasFailure()) std::_Exit(kKilled);
-      });
-  if (!testing::is_rank_process()) {
-    EXPECT_TRUE(report.has_passed()) << report.describe();
-  }
+        });
+        is_over = true;
+      } catch (const c10::DistBackendError&) {
+        group = surviving_group(group);
+        must_step = ddp.recover(group) == Recovered::kStep && step < inputs;
+      }
+    }
+    EXPECT_EQ(step, inputs);
+    EXPECT_EQ(global_ranks(group), (std::vector<int>{0, 1}));
+    expect_same_bits(model->parameters(), group);
+  });
 }
 
 TEST(Survivors, LeaveARankBehindThatDoesNotAnswer) {
-  const auto report = testing::run_processes_from_gtest(
-      {.world_size = 3, .backend = "shm", .timeout = 60s, .collective_timeout = 1s, .expected_exit_code = kKilled},
+  deaths::run(
+      3,
       [&](const World& world) {
         if (world.rank() == 2) {
           std::this_thread::sleep_for(4s);  // alive, but late
           testing::expect_error([&] { surviving_group(world.group(), {.patience = 500ms}); },
                                 {"went on without this one", "SurvivorOptions::patience"});
-          if (!::testing::Test::HasFailure()) std::_Exit(kKilled);
+          return;
         }
         EXPECT_THROW(all_reduce(at::ones({3}), world.group()), c10::DistBackendError);
         const auto group = surviving_group(world.group(), {.patience = 500ms});
@@ -393,30 +323,21 @@ TEST(Survivors, LeaveARankBehindThatDoesNotAnswer) {
         all_reduce(sum, group);
         EXPECT_TRUE(at::equal(sum, at::full({3}, 2.0F)));
         std::this_thread::sleep_for(4s);  // the store stays until the late one has asked
-        if (!::testing::Test::HasFailure()) std::_Exit(kKilled);
-      });
-  if (!testing::is_rank_process()) {
-    EXPECT_TRUE(report.has_passed()) << report.describe();
-  }
+      },
+      1s);
 }
 
 TEST(Survivors, ThatAreTooFewSayso) {
-  const auto report = testing::run_processes_from_gtest(
-      {.world_size = 3, .backend = "shm", .timeout = 60s, .collective_timeout = 30s, .expected_exit_code = kKilled},
-      [&](const World& world) {
-        barrier(world.group());
-        if (world.rank() == 1) ::raise(SIGKILL);
-        const auto begin = std::chrono::steady_clock::now();
-        EXPECT_THROW(all_reduce(at::ones({3}), world.group()), c10::DistBackendError);
-        testing::expect_error([&] { surviving_group(world.group(), {.at_least = 3}); },
-                              {"only 2 of 3 ranks", "at least 3 are needed"});
-        // A process that is known to have ended is not waited for.
-        EXPECT_LT(std::chrono::steady_clock::now() - begin, 10s);
-        if (!::testing::Test::HasFailure()) std::_Exit(kKilled);
-      });
-  if (!testing::is_rank_process()) {
-    EXPECT_TRUE(report.has_passed()) << report.describe();
-  }
+  deaths::run(3, [&](const World& world) {
+    barrier(world.group());
+    if (world.rank() == 1) ::raise(SIGKILL);
+    const auto begin = std::chrono::steady_clock::now();
+    EXPECT_THROW(all_reduce(at::ones({3}), world.group()), c10::DistBackendError);
+    testing::expect_error([&] { surviving_group(world.group(), {.at_least = 3}); },
+                          {"only 2 of 3 ranks", "at least 3 are needed"});
+    // A process that is known to have ended is not waited for.
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, 10s);
+  });
 }
 
 /// Rank threads share libtorch's generator.

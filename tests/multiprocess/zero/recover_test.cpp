@@ -6,6 +6,7 @@
 #include "lockstep/base/env.h"
 #include "lockstep/base/observer.h"
 #include "tests/support/ddp_models.h"
+#include "tests/support/deaths.h"
 #include "tests/support/zero_fixtures.h"
 
 namespace lockstep {
@@ -13,25 +14,11 @@ namespace {
 
 using namespace zero_fixtures;
 using namespace std::chrono_literals;
+using deaths::DiesAt;
+using deaths::expect_same_bits;
 using torch::optim::AdamW;
 
-constexpr int kKilled = 128 + SIGKILL;
 constexpr int kSteps = 10;
-
-/// Kills this process when the library announces its n-th event, or when a collective with this label is launched.
-class DiesAt : public Observer {
- public:
-  explicit DiesAt(int event) : left_(event) {}
-  explicit DiesAt(std::string label) : label_(std::move(label)) {}
-  void on_event(const Event& event) override {
-    if (left_ >= 0 && left_-- == 0) ::raise(SIGKILL);
-    if (!label_.empty() && event.state == "launch" && event.unit.find(label_) != std::string::npos) ::raise(SIGKILL);
-  }
-
- private:
-  int left_ = -1;
-  std::string label_;
-};
 
 struct Outcome {
   GroupPtr group;
@@ -77,15 +64,6 @@ Outcome train(const World& world, ZeroOptions options, const std::function<void(
   return outcome;
 }
 
-void expect_same_bits(const Outcome& outcome) {
-  for (const auto& parameter : outcome.parameters) {
-    EXPECT_TRUE(parameter.isfinite().all().item<bool>());
-    const auto first = parameter.detach().clone();
-    broadcast(first, 0, outcome.group);
-    EXPECT_TRUE(at::equal(first, parameter));
-  }
-}
-
 /// One process with the batches of all four ranks in the first steps, then of those in `left`.
 std::vector<at::Tensor> trained_by(const std::vector<int>& left, int steps_of_all) {
   auto model = ddp_models::mlp({5, 40, 30, 2});
@@ -107,8 +85,8 @@ TEST(ZeroRecover, GoesOnWhereverARankIsKilled) {
   // LOCKSTEP_RECOVER_TRIALS=100 for a long look.
   const int trials = std::stoi(env("LOCKSTEP_RECOVER_TRIALS").value_or("4"));
   for (int trial = 0; trial < trials && !::testing::Test::HasFailure(); ++trial) {
-    const auto report = testing::run_processes_from_gtest(
-        {.world_size = 4, .backend = "shm", .timeout = 120s, .collective_timeout = 40s, .expected_exit_code = kKilled},
+    deaths::run(
+        4,
         [&](const World& world) {
           std::mt19937 random(static_cast<unsigned>(trial));
           const int victim = std::uniform_int_distribution<int>(0, 3)(random);
@@ -120,40 +98,31 @@ TEST(ZeroRecover, GoesOnWhereverARankIsKilled) {
             if (step == 0 && world.rank() == victim) watched.emplace(end);
           });
           if (world.rank() == victim) ::raise(SIGKILL);
-          if (outcome.failures > 0) expect_same_bits(outcome);
-          if (!::testing::Test::HasFailure()) std::_Exit(kKilled);
-        });
-    if (!testing::is_rank_process()) {
-      EXPECT_TRUE(report.has_passed()) << "trial " << trial << "\n" << report.describe();
-    }
+          if (outcome.failures > 0) expect_same_bits(outcome.parameters, outcome.group);
+        },
+        40s, str("trial ", trial));
   }
 }
 
 /// Rank 1 of 4 dies in the fourth step, when a collective with this label comes.
 void expect_trained(const ZeroOptions& options, const std::string& label, int steps_of_all, bool loses_state) {
-  const auto report = testing::run_processes_from_gtest(
-      {.world_size = 4, .backend = "shm", .timeout = 60s, .collective_timeout = 30s, .expected_exit_code = kKilled},
-      [&](const World& world) {
-        DiesAt end(label);
-        std::optional<ObserverScope> watched;
-        auto own = options;
-        own.process_group = world.group();
-        const auto outcome = train(world, own, [&](int step) {
-          if (step == 3 && world.rank() == 1) watched.emplace(end);
-        });
-        expect_same_bits(outcome);
-        EXPECT_EQ(outcome.lost.empty(), !loses_state);
-        if (!loses_state) {
-          const auto reference = trained_by({0, 2, 3}, steps_of_all);
-          for (std::size_t i = 0; i < reference.size(); ++i) {
-            EXPECT_TRUE(at::allclose(outcome.parameters[i], reference[i], 1e-3, 1e-4));
-          }
-        }
-        if (!::testing::Test::HasFailure()) std::_Exit(kKilled);
-      });
-  if (!testing::is_rank_process()) {
-    EXPECT_TRUE(report.has_passed()) << report.describe();
-  }
+  deaths::run(4, [&](const World& world) {
+    DiesAt end(label, "launch");
+    std::optional<ObserverScope> watched;
+    auto own = options;
+    own.process_group = world.group();
+    const auto outcome = train(world, own, [&](int step) {
+      if (step == 3 && world.rank() == 1) watched.emplace(end);
+    });
+    expect_same_bits(outcome.parameters, outcome.group);
+    EXPECT_EQ(outcome.lost.empty(), !loses_state);
+    if (!loses_state) {
+      const auto reference = trained_by({0, 2, 3}, steps_of_all);
+      for (std::size_t i = 0; i < reference.size(); ++i) {
+        EXPECT_TRUE(at::allclose(outcome.parameters[i], reference[i], 1e-3, 1e-4));
+      }
+    }
+  });
 }
 
 TEST(ZeroRecover, LosesNothingIfStateIsReplicated) {
@@ -170,50 +139,44 @@ TEST(ZeroRecover, FinishesAStepThatSomeHaveTaken) {
 
 // State of ranks that live is what it was: with one parameter each, only the dead rank's begins anew.
 TEST(ZeroRecover, KeepsTheStateOfThoseWhoLive) {
-  const auto report = testing::run_processes_from_gtest(
-      {.world_size = 3, .backend = "shm", .timeout = 60s, .collective_timeout = 30s, .expected_exit_code = kKilled},
-      [&](const World& world) {
-        std::vector<at::Tensor> parameters;
-        for (int i = 0; i < 3; ++i) parameters.push_back(at::ones({4 + i}).requires_grad_());
-        ZeroRedundancyOptimizer<AdamW> optimizer(parameters, {0.1}, {.process_group = world.group()});
-        AdamW plain({parameters[0].detach().clone().requires_grad_(), parameters[1].detach().clone().requires_grad_(),
-                     parameters[2].detach().clone().requires_grad_()},
-                    0.1);
-        const auto set_gradients = [&](int step) {
-          for (std::size_t i = 0; i < 3; ++i) {
-            parameters[i].mutable_grad() = at::full_like(parameters[i], 1.0 + static_cast<double>(i) - 0.3 * step);
-            plain.param_groups()[0].params()[i].mutable_grad() = parameters[i].grad().clone();
-          }
-        };
-        for (int step = 0; step < 3; ++step) {
-          set_gradients(step);
-          optimizer.step();
-          plain.step();
-        }
-        const auto& of_one = optimizer.partition().partition()[1][0].params();
-        ASSERT_EQ(of_one.size(), 1U);
-        const auto dead = static_cast<std::size_t>(of_one[0].size(0) - 4);
-        if (world.rank() == 1) ::raise(SIGKILL);
-        EXPECT_THROW(barrier(world.group()), c10::DistBackendError);
-        const auto group = surviving_group(world.group());
-        const auto lost = optimizer.recover(group);
-        EXPECT_EQ(lost, std::vector<std::string>{"parameter " + std::to_string(dead)});
-        set_gradients(3);
-        optimizer.step();
-        plain.step();
-        for (std::size_t i = 0; i < 3; ++i) {
-          const bool is_same = at::equal(parameters[i], plain.param_groups()[0].params()[i]);
-          EXPECT_EQ(is_same, i != dead) << "parameter " << i;
-        }
-        optimizer.consolidate_state_dict();
-        if (group->getRank() == 0) {
-          EXPECT_EQ(optimizer.state_dict().state.size(), 3U);
-        }
-        if (!::testing::Test::HasFailure()) std::_Exit(kKilled);
-      });
-  if (!testing::is_rank_process()) {
-    EXPECT_TRUE(report.has_passed()) << report.describe();
-  }
+  deaths::run(3, [&](const World& world) {
+    std::vector<at::Tensor> parameters;
+    for (int i = 0; i < 3; ++i) parameters.push_back(at::ones({4 + i}).requires_grad_());
+    ZeroRedundancyOptimizer<AdamW> optimizer(parameters, {0.1}, {.process_group = world.group()});
+    AdamW plain({parameters[0].detach().clone().requires_grad_(), parameters[1].detach().clone().requires_grad_(),
+                 parameters[2].detach().clone().requires_grad_()},
+                0.1);
+    const auto set_gradients = [&](int step) {
+      for (std::size_t i = 0; i < 3; ++i) {
+        parameters[i].mutable_grad() = at::full_like(parameters[i], 1.0 + static_cast<double>(i) - 0.3 * step);
+        plain.param_groups()[0].params()[i].mutable_grad() = parameters[i].grad().clone();
+      }
+    };
+    for (int step = 0; step < 3; ++step) {
+      set_gradients(step);
+      optimizer.step();
+      plain.step();
+    }
+    const auto& of_one = optimizer.partition().partition()[1][0].params();
+    ASSERT_EQ(of_one.size(), 1U);
+    const auto dead = static_cast<std::size_t>(of_one[0].size(0) - 4);
+    if (world.rank() == 1) ::raise(SIGKILL);
+    EXPECT_THROW(barrier(world.group()), c10::DistBackendError);
+    const auto group = surviving_group(world.group());
+    const auto lost = optimizer.recover(group);
+    EXPECT_EQ(lost, std::vector<std::string>{"parameter " + std::to_string(dead)});
+    set_gradients(3);
+    optimizer.step();
+    plain.step();
+    for (std::size_t i = 0; i < 3; ++i) {
+      const bool is_same = at::equal(parameters[i], plain.param_groups()[0].params()[i]);
+      EXPECT_EQ(is_same, i != dead) << "parameter " << i;
+    }
+    optimizer.consolidate_state_dict();
+    if (group->getRank() == 0) {
+      EXPECT_EQ(optimizer.state_dict().state.size(), 3U);
+    }
+  });
 }
 
 }  // namespace

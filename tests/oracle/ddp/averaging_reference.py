@@ -21,34 +21,19 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
 
+from small_mlp import made_batches_of, made_mlp
+
 SIZES = [8, 24, 24, 5]
 STEPS = 20
 LARGEST_WORLD = 4
 
 
-class Mlp(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(*pair) for pair in zip(SIZES, SIZES[1:]))
-
-    def forward(self, value):
-        for layer in self.layers[:-1]:
-            value = torch.tanh(layer(value))
-        return self.layers[-1](value)
-
-
 def made_model():
-    model = Mlp()
-    generator = torch.Generator().manual_seed(21)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.3, generator=generator)
-    return model
+    return made_mlp(SIZES, seed=21)
 
 
 def made_batches():
-    generator = torch.Generator().manual_seed(22)
-    return [[torch.randn(6, SIZES[0], generator=generator) for _ in range(LARGEST_WORLD)] for _ in range(STEPS)]
+    return made_batches_of(SIZES[0], LARGEST_WORLD, STEPS, seed=22)
 
 
 def sgd(model):

@@ -23,35 +23,20 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     quantization_hooks,
 )
 
+from small_mlp import made_batches_of, made_mlp
+
 WORLD_SIZE = 2
 SIZES = [8, 24, 24, 24, 5]
 STEPS = 5
 LEARNING_RATE = 0.1
 
 
-class Mlp(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(*pair) for pair in zip(SIZES, SIZES[1:]))
-
-    def forward(self, value):
-        for layer in self.layers[:-1]:
-            value = torch.tanh(layer(value))
-        return self.layers[-1](value)
-
-
 def made_model():
-    model = Mlp()
-    generator = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.3, generator=generator)
-    return model
+    return made_mlp(SIZES, seed=11)
 
 
 def made_batches():
-    generator = torch.Generator().manual_seed(12)
-    return [[torch.randn(6, SIZES[0], generator=generator) for _ in range(WORLD_SIZE)] for _ in range(STEPS)]
+    return made_batches_of(SIZES[0], WORLD_SIZE, STEPS, seed=12)
 
 
 def accept_single_matrices():

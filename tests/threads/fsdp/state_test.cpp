@@ -8,6 +8,7 @@
 #include "lockstep/testing/recorder.h"
 #include "lockstep/testing/temp_dir.h"
 #include "tests/support/fsdp_state_models.h"
+#include "tests/support/saved_files.h"
 
 namespace lockstep::fsdp_state_test {
 
@@ -40,23 +41,8 @@ ShardedModuleState copied(const ShardedModuleState& state) {
   return copy;
 }
 
-/// The files of a save: its index and its parts.
-std::vector<std::string> files_of(const std::string& path) {
-  std::vector<std::string> files;
-  const std::filesystem::path index(path);
-  for (const auto& entry : std::filesystem::directory_iterator(index.parent_path())) {
-    const auto name = entry.path().filename().string();
-    const auto own = index.filename().string();
-    if (name == own || name.starts_with(own + ".")) files.push_back(entry.path().string());
-  }
-  return files;
-}
-
 std::string shard_of(const std::string& path, int part) {
-  for (const auto& file : files_of(path)) {
-    if (file.ends_with(".shard" + std::to_string(part))) return file;
-  }
-  return "";
+  return saved_files::file_of(path, ".shard" + std::to_string(part));
 }
 
 // FSDP-74
@@ -354,7 +340,7 @@ TEST(FsdpState, InFilesOutlivesASaveThatFails) {
     as_rank_0([&] { std::filesystem::create_directory(path + ".new"); });
     expect_error([&] { save_sharded(*model, optimizer, path); }, {"state was not saved", "cannot write", path});
     as_rank_0([&] { std::filesystem::remove(path + ".new"); });
-    EXPECT_EQ(files_of(path).size(), 4U) << "what the failed save had written is gone";
+    EXPECT_EQ(saved_files::files_of(path).size(), 4U) << "what the failed save had written is gone";
     auto other = net(6);
     sharded(other, {.mesh = mesh_of(world)});
     load_sharded(*other, path);
@@ -362,7 +348,7 @@ TEST(FsdpState, InFilesOutlivesASaveThatFails) {
 
     barrier(world.group());
     save_sharded(*model, optimizer, path);
-    EXPECT_EQ(files_of(path).size(), 4U) << "parts of the save before are gone";
+    EXPECT_EQ(saved_files::files_of(path).size(), 4U) << "parts of the save before are gone";
     load_sharded(*other, path);
     const auto now = full_state_dict(*model);
     for (const auto& [name, value] : full_state_dict(*other)) EXPECT_TRUE(value.equal(now.at(name))) << name;
@@ -377,7 +363,7 @@ TEST(FsdpState, InFilesOutlivesASaveThatFails) {
     load_sharded(*model, optimizer, path);
     barrier(world.group());
     save_sharded(*model, optimizer, path);
-    EXPECT_EQ(files_of(path).size(), 4U) << "which the next save replaces";
+    EXPECT_EQ(saved_files::files_of(path).size(), 4U) << "which the next save replaces";
   });
 }
 

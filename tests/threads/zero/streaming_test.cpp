@@ -12,6 +12,7 @@
 #include "lockstep/testing/recorder.h"
 #include "lockstep/testing/temp_dir.h"
 #include "tests/support/ddp_models.h"
+#include "tests/support/saved_files.h"
 #include "tests/support/zero_fixtures.h"
 
 namespace lockstep::streaming_test {
@@ -34,23 +35,8 @@ void train(Optimizer& optimizer, const std::vector<at::Tensor>& parameters, int 
   }
 }
 
-/// The files of a save: its index and its parts.
-std::vector<std::string> files_of(const std::string& path) {
-  std::vector<std::string> files;
-  const std::filesystem::path index(path);
-  for (const auto& entry : std::filesystem::directory_iterator(index.parent_path())) {
-    const auto name = entry.path().filename().string();
-    const auto own = index.filename().string();
-    if (name == own || name.starts_with(own + ".")) files.push_back(entry.path().string());
-  }
-  return files;
-}
-
 std::string part_of(const std::string& path, int part) {
-  for (const auto& file : files_of(path)) {
-    if (file.ends_with(str(".part", part))) return file;
-  }
-  return "";
+  return saved_files::file_of(path, str(".part", part));
 }
 
 // ZERO-69
@@ -423,14 +409,14 @@ TEST(ZeroStreaming, ASaveThatFailsLeavesTheLastOne) {
           expect_error([&] { save(optimizer); }, {"rank 0", "cannot write", path});
           as_rank_0([&] { std::filesystem::remove(path + ".new"); });
           const auto parts = in_chunks ? 1 : size;
-          EXPECT_EQ(files_of(path).size(), parts + 1) << "what the failed save had written is gone";
+          EXPECT_EQ(saved_files::files_of(path).size(), parts + 1) << "what the failed save had written is gone";
           Zero other(parameters_of(kShapes), {}, world.group());
           load_sharded(other, path);
           expect_same_state(state_of(other), saved);
 
           barrier(world.group());
           save(optimizer);
-          EXPECT_EQ(files_of(path).size(), parts + 1) << "parts of the save before are gone";
+          EXPECT_EQ(saved_files::files_of(path).size(), parts + 1) << "parts of the save before are gone";
           load_sharded(other, path);
           expect_same_state(state_of(other), state_of(optimizer));
           barrier(world.group());
@@ -454,7 +440,7 @@ TEST(ZeroStreaming, ASaveRemovesThePartsOfAnOlderFormat) {
     save_sharded(optimizer, path);
     load_sharded(optimizer, path);
   });
-  EXPECT_EQ(files_of(path).size(), 3U) << "index, part and what is not of the save";
+  EXPECT_EQ(saved_files::files_of(path).size(), 3U) << "index, part and what is not of the save";
   EXPECT_TRUE(std::filesystem::exists(path + ".part2"));
 }
 
