@@ -7,11 +7,10 @@
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
-#include <unordered_map>
 
 #include "lockstep/base/str.h"
 #include "lockstep/comm/agreement.h"
-#include "lockstep/fsdp/flat_pieces.h"
+#include "lockstep/fsdp/stateful_parameters.h"
 #include "lockstep/shard/gather.h"
 #include "lockstep/shard/layout_of.h"
 #include "lockstep/state/optimizer_state.h"
@@ -21,37 +20,8 @@
 namespace lockstep {
 namespace {
 
-/// A parameter of the optimizer.
-struct StatefulParameter {
-  std::vector<std::string> names;  // in the module; several if it is tied
-  at::Tensor tensor;
-  std::shared_ptr<const Layout> layout;
-  std::vector<detail::FlatPiece> pieces;  // of a flat one
-
-  const std::string& name() const { return names.front(); }
-  std::vector<int64_t> sizes() const { return layout ? layout->sizes() : tensor.sizes().vec(); }
-};
-
-std::vector<StatefulParameter> stateful_parameters(const torch::nn::Module& module,
-                                                   const torch::optim::Optimizer& optimizer) {
-  std::unordered_map<const void*, std::vector<std::string>> names;
-  for (const auto& item : module.named_parameters()) {
-    names[item.value().unsafeGetTensorImpl()].push_back(item.key());
-  }
-  const auto flat = detail::flat_pieces(module);
-  std::vector<StatefulParameter> parameters;
-  for (const auto& tensor : optimized_parameters(optimizer)) {
-    const auto found = names.find(tensor.unsafeGetTensorImpl());
-    TORCH_CHECK(
-        found != names.end(), "[lockstep/fsdp] parameter ", parameters.size(),
-        " of the optimizer is none of the module's, and has no name. Make the optimizer after fully_shard(), of "
-        "the module's parameters().");
-    const auto pieces = flat.find(tensor.unsafeGetTensorImpl());
-    parameters.push_back({found->second, tensor, layout_of(tensor),
-                          pieces == flat.end() ? std::vector<detail::FlatPiece>() : pieces->second});
-  }
-  return parameters;
-}
+using detail::stateful_parameters;
+using detail::StatefulParameter;
 
 bool has_sizes(const c10::IValue& value, at::IntArrayRef sizes) {
   return value.isTensor() && value.toTensor().dim() > 0 && value.toTensor().sizes() == sizes;
@@ -340,26 +310,9 @@ void OptimizerStateLoader::finish() {
     for (const auto& [name, tensor] : wanted_[i].tensors) values.emplace(name, tensor.finished());
     if (!values.empty()) dict.state.emplace(static_cast<int64_t>(i), std::move(values));
   }
-  for (std::size_t i = 0; i < dict.param_groups.size(); ++i) {
-    auto& into = dict.param_groups[i];
-    const NamedOptimizerState::Group* from = nullptr;
-    for (const auto index : into.params) {
-      const auto& parameter = wanted_[static_cast<std::size_t>(index)].parameter;
-      auto names = parameter.names;
-      for (const auto& piece : parameter.pieces) names.push_back(piece.name);
-      const auto found = std::find_if(groups_.begin(), groups_.end(), [&](const auto& group) {
-        return std::any_of(names.begin(), names.end(), [&](const auto& name) {
-          return std::find(group.params.begin(), group.params.end(), name) != group.params.end();
-        });
-      });
-      if (found == groups_.end()) continue;
-      TORCH_CHECK(from == nullptr || from == &*found, "[lockstep/fsdp] group ", i, " of the optimizer holds '",
-                  names.front(), "', which was saved in another group than '", from->params.front(),
-                  "', with other options. Make the groups as they were saved.");
-      from = &*found;
-    }
-    if (from != nullptr) into.options = from->options;
-  }
+  std::vector<StatefulParameter> parameters;
+  for (const auto& wanted : wanted_) parameters.push_back(wanted.parameter);
+  take_group_options(dict, parameters, groups_);
   load_state_dict(optimizer_, dict);
 }
 

@@ -1,0 +1,34 @@
+// One file of a checkpoint, written in order, with a checksum of every piece. Internal to checkpoint.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "lockstep/base/unique_fd.h"
+
+namespace lockstep::detail {
+
+class FileWriter {
+ public:
+  /// Makes the file, and takes its room on the disk at once: a full one is noticed before anything is written. Throws,
+  /// naming the file, if it cannot; as do the others.
+  FileWriter(std::string path, int64_t bytes);
+
+  void write(const std::string& bytes);
+  /// A tensor's values, row by row; its checksum. `on_bytes` is told how many were written, now and then.
+  uint32_t write(const at::Tensor& values, const std::function<void(int64_t)>& on_bytes);
+  /// Waits until all of it is on the disk.
+  void finish();
+
+ private:
+  void write(const char* bytes, int64_t count);
+  [[noreturn]] void fail() const;
+
+  const std::string path_;
+  UniqueFd file_;
+};
+
+}  // namespace lockstep::detail

@@ -1,0 +1,54 @@
+// Folders and whole small files, without <filesystem>. Internal to checkpoint.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace lockstep::detail {
+
+/// In the names of folders that are not finished.
+inline constexpr const char* kUnfinished = ".saving-";
+
+bool is_folder(const std::string& path);
+bool is_file(const std::string& path);
+/// Throw, naming the path, if it cannot be read.
+int64_t bytes_of_file(const std::string& path);
+std::string text_of(const std::string& path);
+/// Without "." and "..", sorted.
+std::vector<std::string> names_in(const std::string& folder);
+
+/// With all folders above it. Does nothing if it is there.
+void make_folder(const std::string& path);
+/// With what is in it; a link is removed, not followed. Does nothing if there is nothing, and leaves what it cannot
+/// remove.
+void remove_folder(const std::string& path) noexcept;
+/// Flushed, before it returns. Throws, naming the file, if it cannot.
+void write_text(const std::string& path, const std::string& text);
+/// "run/" and "step-100" of "run/step-100" and of "run/step-100/"; the first is empty without a slash.
+std::pair<std::string, std::string> split_path(std::string path);
+
+/// A folder under a name that no other has, beside the one it is to get: removed with its owner unless it got that.
+class NewFolder {
+ public:
+  explicit NewFolder(const std::string& path);
+  /// One that another process has made; it is theirs to remove.
+  NewFolder(std::string path, std::string made) : path_(std::move(path)), made_(std::move(made)), is_owner_(false) {}
+  ~NewFolder();
+  NewFolder(const NewFolder&) = delete;
+  NewFolder& operator=(const NewFolder&) = delete;
+
+  const std::string& path() const { return made_; }
+  std::string file(const std::string& name) const { return made_ + "/" + name; }
+  /// In place of a folder that had the name before, which is removed: at no moment is there none, where the file system
+  /// can exchange two. Throws, naming the folder, if it cannot.
+  void put_in_place() const;
+
+ private:
+  const std::string path_;
+  std::string made_;
+  const bool is_owner_ = true;
+};
+
+}  // namespace lockstep::detail

@@ -1,0 +1,235 @@
+#include "lockstep/checkpoint/reading.h"
+
+#include <ATen/ops/from_blob.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+
+#include "lockstep/base/crc32c.h"
+#include "lockstep/base/str.h"
+#include "lockstep/checkpoint/value_json.h"
+#include "lockstep/nn/module_tensors.h"
+
+namespace lockstep::detail {
+namespace {
+
+/// Longer lists help nobody.
+constexpr std::size_t kNamesInMessage = 10;
+
+std::string listed(const std::vector<std::string>& names) {
+  const auto count = std::min(names.size(), kNamesInMessage);
+  auto text = join(std::vector<std::string>(names.begin(), names.begin() + static_cast<std::ptrdiff_t>(count)), ", ");
+  if (names.size() > count) text += str(" and ", names.size() - count, " more");
+  return text;
+}
+
+bool belongs_to(const std::string& name, const std::string& entry) {
+  return entry.empty() || name == entry || name.starts_with(entry + ".");
+}
+
+}  // namespace
+
+Reading::Reading(Catalog catalog, const dcp::LoadOptions& options, int rank, int world_size)
+    : catalog_(std::move(catalog)), options_(options), rank_(rank), world_size_(world_size) {}
+
+void Reading::begin_entry(const std::string& entry) {
+  entry_ = entry;
+  entries_.push_back(entry);
+}
+
+std::string Reading::full_name(const std::string& name) const {
+  const auto full = joined_name(entry_, name);
+  return options_.name_in_checkpoint ? options_.name_in_checkpoint(full) : full;
+}
+
+const StoredTensor* Reading::find(const std::string& full_name) const {
+  const auto found = catalog_.tensors.find(full_name);
+  return found == catalog_.tensors.end() ? nullptr : &found->second;
+}
+
+std::optional<dcp::Incoming::Form> Reading::form(const std::string& name) {
+  const auto full = full_name(name);
+  const auto* stored = find(full);
+  if (stored == nullptr) return std::nullopt;
+  return Form{.sizes = stored->sizes, .dtype = stored->scalar_type(full)};
+}
+
+std::optional<c10::IValue> Reading::find_value(const std::string& name) {
+  const auto full = full_name(name);
+  const auto found = catalog_.values.find(full);
+  if (found == catalog_.values.end()) return std::nullopt;
+  asked_.insert(full);
+  return value_from(found->second, full);
+}
+
+std::vector<std::string> Reading::names(const std::string& prefix) {
+  std::vector<std::string> names;
+  const auto add = [&](const auto& by_name) {
+    const auto start = entry_.empty() ? std::string() : entry_ + ".";
+    for (const auto& [full, each] : by_name) {
+      if (full.starts_with(start + prefix)) names.push_back(full.substr(start.size()));
+    }
+  };
+  add(catalog_.tensors);
+  add(catalog_.values);
+  return names;
+}
+
+void Reading::note_missing(const std::string& name) {
+  missing_.push_back(full_name(name));
+}
+
+void Reading::pass_over(const std::string& name) {
+  asked_.insert(full_name(name));
+}
+
+void Reading::refuse(const std::string& why) {
+  problems_.push_back(why);
+}
+
+void Reading::then(std::function<void()> action) {
+  actions_.push_back(std::move(action));
+}
+
+void Reading::pieces(const std::string& name, const std::vector<int64_t>& sizes, std::vector<BoxedValues> into) {
+  const auto full = full_name(name);
+  const auto found = catalog_.tensors.find(full);
+  if (found == catalog_.tensors.end()) return missing_.push_back(full);
+  asked_.insert(full);
+  const auto& stored = found->second;
+  if (stored.sizes != sizes) {
+    return refuse(
+        str("'", full, "' has sizes [", join(stored.sizes, ", "), "] there and [", join(sizes, ", "), "] here"));
+  }
+  const auto dtype = stored.scalar_type(full);
+  for (auto& each : into) {
+    if (each.values.scalar_type() != dtype && !options_.casts) {
+      return refuse(lockstep::str("'", full, "' is ", dtype, " there and ", each.values.scalar_type(),
+                                  " here; LoadOptions::casts casts it"));
+    }
+    requests_.push_back({&found->first, &stored, std::move(each)});
+  }
+}
+
+std::vector<std::string> Reading::not_asked_for() const {
+  std::vector<std::string> names;
+  const auto add = [&](const auto& by_name) {
+    for (const auto& [name, each] : by_name) {
+      // Of two entries, the longer name has it: "model.ema" is not part of "model".
+      std::string owner;
+      bool is_owned = false;
+      for (const auto& entry : catalog_.entries.empty() ? entries_ : catalog_.entries) {
+        if (belongs_to(name, entry) && (!is_owned || entry.size() > owner.size())) {
+          owner = entry;
+          is_owned = true;
+        }
+      }
+      const bool is_loaded = is_owned && std::find(entries_.begin(), entries_.end(), owner) != entries_.end();
+      if (is_loaded && !asked_.contains(name)) names.push_back(name);
+    }
+  };
+  add(catalog_.tensors);
+  add(catalog_.values);
+  return names;
+}
+
+void Reading::check() const {
+  auto problems = problems_;
+  if (options_.strict) {
+    if (!missing_.empty()) problems.push_back(str("it lacks ", listed(missing_)));
+    const auto extra = not_asked_for();
+    if (!extra.empty()) problems.push_back(str("nobody asks for ", listed(extra)));
+  }
+  TORCH_CHECK(problems.empty(), "[lockstep/checkpoint] it does not fit: ", join(problems, "; "),
+              options_.strict ? ". LoadOptions::strict = false passes over what is missing or left." : "");
+}
+
+const char* Reading::bytes_of(const StoredPiece& piece) {
+  auto& file = files_[piece.file];
+  const auto& about = catalog_.files[piece.file];
+  if (!file) file = std::make_unique<MappedFile>(catalog_.path_of(about), about.bytes);
+  return file->begin() + piece.begin;
+}
+
+at::Tensor Reading::values_of(const StoredPiece& piece, const std::string& name, const StoredTensor& stored) {
+  // Read only: whoever reads copies.
+  return at::from_blob(const_cast<char*>(bytes_of(piece)), piece.box.sizes, stored.scalar_type(name));
+}
+
+std::map<const StoredPiece*, const std::string*> Reading::pieces_to_read() const {
+  std::map<const StoredPiece*, const std::string*> pieces;
+  for (const auto& request : requests_) {
+    for (const auto& piece : request.stored->pieces) {
+      if (intersection(piece.box, request.into.box)) pieces.emplace(&piece, request.name);
+    }
+  }
+  return pieces;
+}
+
+int64_t Reading::bytes_to_read() const {
+  int64_t bytes = 0;
+  for (const auto& [piece, name] : pieces_to_read()) bytes += piece->bytes;
+  return bytes;
+}
+
+void Reading::check_checksum(const std::string& name, const StoredPiece& piece) {
+  if (!piece.checksum) return;
+  const auto checksum = crc32c(0, bytes_of(piece), static_cast<std::size_t>(piece.bytes));
+  TORCH_CHECK(checksum == *piece.checksum, "[lockstep/checkpoint] ", catalog_.path_of(catalog_.files[piece.file]),
+              " is damaged: the bytes of '", name, "', ", piece.bytes, " at ", piece.begin,
+              ", are not those that were written");
+}
+
+void Reading::verify(ProgressTeller* progress) {
+  for (const auto& [piece, name] : pieces_to_read()) {
+    check_checksum(*name, *piece);
+    if (progress != nullptr) progress->add(piece->bytes / 2);
+  }
+}
+
+void Reading::read(const std::string& name, const StoredTensor& stored, const BoxedValues& into) {
+  for (const auto& piece : stored.pieces) {
+    const auto common = intersection(piece.box, into.box);
+    if (!common) continue;
+    const auto from = box_in(values_of(piece, name, stored), piece.box, *common);
+    box_in(into.values, into.box, *common).copy_(from);
+  }
+}
+
+void Reading::fill(ProgressTeller* progress) {
+  const at::NoGradGuard no_grad;
+  for (const auto& request : requests_) {
+    read(*request.name, *request.stored, request.into);
+    if (progress != nullptr) progress->add(static_cast<int64_t>(request.into.values.nbytes()) / 2);
+  }
+}
+
+void Reading::read_now(const std::string& name, const std::vector<BoxedValues>& into) {
+  const at::NoGradGuard no_grad;
+  const auto full = full_name(name);
+  const auto* stored = find(full);
+  TORCH_CHECK(stored != nullptr, "[lockstep/checkpoint] it lacks ", full);
+  for (const auto& each : into) {
+    if (options_.verify) {
+      for (const auto& piece : stored->pieces) {
+        if (intersection(piece.box, each.box)) check_checksum(full, piece);
+      }
+    }
+    read(full, *stored, each);
+  }
+}
+
+void Reading::finish() {
+  const at::NoGradGuard no_grad;
+  for (const auto& action : actions_) action();
+}
+
+dcp::Loaded Reading::loaded() const {
+  return {.step = catalog_.step,
+          .saved_world_size = catalog_.world_size,
+          .missing = missing_,
+          .not_asked_for = not_asked_for()};
+}
+
+}  // namespace lockstep::detail

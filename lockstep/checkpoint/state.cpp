@@ -1,0 +1,177 @@
+#include "lockstep/checkpoint/state.h"
+
+#include <ATen/Context.h>
+#include <c10/util/Exception.h>
+#include <torch/optim/schedulers/lr_scheduler.h>
+#include <torch/serialize/archive.h>
+
+#include <algorithm>
+#include <map>
+
+#include "lockstep/base/str.h"
+#include "lockstep/nn/distributed_sampler.h"
+#include "lockstep/optim/grad_scaler.h"
+#include "lockstep/optim/schedules.h"
+#include "lockstep/state/archive_bridge.h"
+
+namespace lockstep::dcp {
+namespace {
+
+/// Made of two functions.
+class MadeStateful : public Stateful {
+ public:
+  MadeStateful(std::function<void(Outgoing&)> save, std::function<void(Incoming&)> load)
+      : save_(std::move(save)), load_(std::move(load)) {}
+  void save(Outgoing& out) override { save_(out); }
+  void load(Incoming& in) override { load_(in); }
+
+ private:
+  const std::function<void(Outgoing&)> save_;
+  const std::function<void(Incoming&)> load_;
+};
+
+StatefulPtr made(std::function<void(Outgoing&)> save, std::function<void(Incoming&)> load) {
+  return std::make_shared<MadeStateful>(std::move(save), std::move(load));
+}
+
+/// One value, by the entry's own name.
+template <class Number>
+StatefulPtr number(Number& value) {
+  return made([&value](Outgoing& out) { out.value("", c10::IValue(value)); },
+              [&value](Incoming& in) {
+                const auto saved = in.value("");
+                if (saved.isNone()) return;
+                in.then([&value, saved] { value = static_cast<Number>(saved.toScalar().to<Number>()); });
+              });
+}
+
+/// What has a state_dict() of numbers by name.
+template <class Object>
+StatefulPtr numbers(Object& object) {
+  return made(
+      [&object](Outgoing& out) {
+        NamedValues values;
+        for (const auto& [name, value] : object.state_dict()) values.emplace(name, value);
+        out.values("", values);
+      },
+      [&object](Incoming& in) {
+        std::map<std::string, double> values;
+        for (const auto& [name, value] : in.values("")) values.emplace(name, value.toDouble());
+        in.then([&object, values] {
+          if (!values.empty()) object.load_state_dict(values);
+        });
+      });
+}
+
+/// Its count of steps, which is protected.
+struct CountedSteps : torch::optim::LRScheduler {
+  static unsigned LRScheduler::*member() { return &CountedSteps::step_count_; }
+};
+
+std::string own_name(const char* what, int rank) {
+  return str("rank", rank, ".", what);
+}
+
+/// The generators that programs draw from without naming one.
+std::vector<std::pair<const char*, at::Generator>> default_generators() {
+  std::vector<std::pair<const char*, at::Generator>> generators = {
+      {"cpu", at::globalContext().defaultGenerator(at::kCPU)}};
+  if (at::globalContext().hasCUDA()) {
+    generators.emplace_back("cuda", at::globalContext().defaultGenerator(at::Device(at::kCUDA)));
+  }
+  return generators;
+}
+
+}  // namespace
+
+State& State::add(const std::string& name, StatefulPtr object) {
+  TORCH_CHECK(object != nullptr, "[lockstep/checkpoint] nothing was given for '", name, "'");
+  TORCH_CHECK(!name.ends_with('.'), "[lockstep/checkpoint] an entry cannot be called '", name, "'");
+  const bool is_alone = std::none_of(entries_.begin(), entries_.end(), [&](const auto& entry) {
+    return entry.first == name || entry.first.empty() || name.empty();
+  });
+  TORCH_CHECK(is_alone, "[lockstep/checkpoint] there is an entry '", name, "' already, or one without a name");
+  entries_.emplace_back(name, std::move(object));
+  return *this;
+}
+
+StatefulPtr stateful(bool& value) {
+  return number(value);
+}
+StatefulPtr stateful(int64_t& value) {
+  return number(value);
+}
+StatefulPtr stateful(int& value) {
+  return number(value);
+}
+StatefulPtr stateful(double& value) {
+  return number(value);
+}
+
+StatefulPtr stateful(std::string& bytes) {
+  return made([&bytes](Outgoing& out) { out.bytes("", bytes); },
+              [&bytes](Incoming& in) {
+                if (auto saved = in.bytes("")) in.then([&bytes, saved] { bytes = *saved; });
+              });
+}
+
+StatefulPtr stateful(at::Tensor& tensor) {
+  return made([&tensor](Outgoing& out) { out.tensor("", tensor); }, [&tensor](Incoming& in) { in.tensor("", tensor); });
+}
+
+StatefulPtr stateful(GradScaler& scaler) {
+  return numbers(scaler);
+}
+
+StatefulPtr stateful(optim::CurveLR& schedule) {
+  return numbers(schedule);
+}
+
+StatefulPtr stateful(torch::optim::LRScheduler& schedule) {
+  return made(
+      [&schedule](Outgoing& out) { out.value("step_count", static_cast<int64_t>(schedule.*CountedSteps::member())); },
+      [&schedule](Incoming& in) {
+        const auto count = in.value("step_count");
+        if (count.isNone()) return;
+        in.then([&schedule, count] { schedule.*CountedSteps::member() = static_cast<unsigned>(count.toInt()); });
+      });
+}
+
+StatefulPtr stateful(DistributedSampler& sampler) {
+  return made(
+      [&sampler](Outgoing& out) {
+        torch::serialize::OutputArchive archive;
+        sampler.save(archive);
+        auto written = lockstep::detail::reopened(archive);
+        out.values("", lockstep::detail::values_in(written));
+      },
+      [&sampler](Incoming& in) {
+        const auto values = in.values("");
+        if (values.empty()) return;
+        in.then([&sampler, values] {
+          torch::serialize::OutputArchive archive;
+          for (const auto& [name, value] : values) archive.write(name, value);
+          auto written = lockstep::detail::reopened(archive);
+          sampler.load(written);
+        });
+      });
+}
+
+StatefulPtr random_state() {
+  return made(
+      [](Outgoing& out) {
+        for (const auto& [what, generator] : default_generators()) {
+          out.tensor(own_name(what, out.rank()), generator.get_state());
+        }
+      },
+      [](Incoming& in) {
+        for (const auto& name : in.names()) in.pass_over(name);
+        for (auto& [what, generator] : default_generators()) {
+          const auto name = own_name(what, in.rank());
+          if (!in.form(name)) continue;
+          in.then([generator = generator, state = in.tensor(name)]() mutable { generator.set_state(state); });
+        }
+      });
+}
+
+}  // namespace lockstep::dcp
