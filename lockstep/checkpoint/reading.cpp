@@ -1,15 +1,17 @@
 #include "lockstep/checkpoint/reading.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "lockstep/base/crc32c.h"
 #include "lockstep/base/str.h"
+#include "lockstep/checkpoint/names.h"
 #include "lockstep/checkpoint/value_json.h"
-#include "lockstep/nn/module_tensors.h"
 
 namespace lockstep::detail {
 namespace {
@@ -39,7 +41,7 @@ void Reading::begin_entry(const std::string& entry) {
 }
 
 std::string Reading::full_name(const std::string& name) const {
-  const auto full = joined_name(entry_, name);
+  const auto full = detail::full_name(entry_, name);
   return options_.name_in_checkpoint ? options_.name_in_checkpoint(full) : full;
 }
 
@@ -153,8 +155,15 @@ const char* Reading::bytes_of(const StoredPiece& piece) {
 }
 
 at::Tensor Reading::values_of(const StoredPiece& piece, const std::string& name, const StoredTensor& stored) {
+  const auto dtype = stored.scalar_type(name);
+  const auto* bytes = bytes_of(piece);
   // Read only: whoever reads copies.
-  return at::from_blob(const_cast<char*>(bytes_of(piece)), piece.box.sizes, stored.scalar_type(name));
+  const bool is_aligned = reinterpret_cast<std::uintptr_t>(bytes) % c10::elementSize(dtype) == 0;
+  if (is_aligned) return at::from_blob(const_cast<char*>(bytes), piece.box.sizes, dtype);
+  // The format lets tensors begin at any byte, libtorch's kernels do not.
+  auto copy = at::empty(piece.box.sizes, dtype);
+  std::memcpy(copy.mutable_data_ptr(), bytes, static_cast<std::size_t>(piece.bytes));
+  return copy;
 }
 
 std::map<const StoredPiece*, const std::string*> Reading::pieces_to_read() const {

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "lockstep/base/observer.h"
 #include "lockstep/base/str.h"
 #include "lockstep/checkpoint/file_writer.h"
 
@@ -18,6 +19,11 @@ constexpr int64_t kAlignment = 64;
 
 int64_t aligned(int64_t bytes) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+/// Announced, so that tests can let it fail and traces show it.
+void step(const char* state, const std::string& unit, int64_t bytes, const std::function<void()>& action) {
+  run_step({.kind = "save", .unit = unit, .state = state, .bytes = static_cast<std::size_t>(bytes)}, action);
 }
 
 }  // namespace
@@ -102,14 +108,17 @@ std::string SaveJob::write_files() {
   for (std::size_t i = 0; i < plan_.files.size(); ++i) {
     const auto& file = plan_.files[i];
     if (file.rank != rank_) continue;
-    FileWriter writer(folder_->file(file.name), plan_.catalog.files[i].bytes);
-    writer.write(file.header);
-    for (std::size_t piece = 0; piece < file.pieces.size(); ++piece) {
-      checksums.push_back(writer.write(values_[next++], [&](int64_t bytes) {
-        if (progress) progress->add(bytes);
-      }));
-    }
-    writer.finish();
+    const auto bytes = plan_.catalog.files[i].bytes;
+    step("write", file.name, bytes, [&] {
+      FileWriter writer(folder_->file(file.name), bytes);
+      writer.write(file.header);
+      for (std::size_t piece = 0; piece < file.pieces.size(); ++piece) {
+        checksums.push_back(writer.write(values_[next++], [&](int64_t count) {
+          if (progress) progress->add(count);
+        }));
+      }
+      step("flush", file.name, bytes, [&] { writer.finish(); });
+    });
   }
   if (progress) progress->finish();
   return checksums.dump();
@@ -129,8 +138,8 @@ void SaveJob::take_checksums(const std::vector<std::string>& said) {
 }
 
 void SaveJob::commit() {
-  write_text(folder_->file(kIndexName), index_text(plan_.catalog));
-  folder_->put_in_place();
+  step("write", kIndexName, 0, [&] { write_text(folder_->file(kIndexName), index_text(plan_.catalog)); });
+  step("rename", path_, 0, [&] { folder_->put_in_place(); });
 }
 
 void SaveJob::run(const Together& together) {

@@ -4,7 +4,7 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/util/Exception.h>
 
-#include "lockstep/nn/module_tensors.h"
+#include "lockstep/checkpoint/names.h"
 
 namespace lockstep::dcp {
 namespace {
@@ -33,7 +33,7 @@ void Outgoing::begin_entry(const std::string& entry) {
 }
 
 std::string Outgoing::full_name(const std::string& name) const {
-  return lockstep::detail::joined_name(entry_, name);
+  return lockstep::detail::full_name(entry_, name);
 }
 
 void Outgoing::value(const std::string& name, c10::IValue value) {
@@ -76,7 +76,7 @@ void Outgoing::values(const std::string& name, const NamedValues& values) {
   for (const auto& [key, value] : values) {
     if (is_unused(value)) continue;
     others.insert(key, value.isTensor() ? tensor_mark() : value);
-    if (value.isTensor()) tensor(lockstep::detail::joined_name(name, key), value.toTensor());
+    if (value.isTensor()) tensor(lockstep::detail::full_name(name, key), value.toTensor());
   }
   value(name, others);
 }
@@ -121,7 +121,7 @@ NamedValues Incoming::values(const std::string& name) {
   for (const auto& item : dict.toGenericDict()) {
     const auto& key = item.key().toStringRef();
     if (is_tensor_mark(item.value())) {
-      values.emplace(key, tensor(lockstep::detail::joined_name(name, key)));
+      values.emplace(key, tensor(lockstep::detail::full_name(name, key)));
     } else {
       values.emplace(key, item.value());
     }
