@@ -91,7 +91,7 @@ void Reading::refuse(const std::string& why) {
 }
 
 void Reading::then(std::function<void()> action) {
-  actions_.push_back(std::move(action));
+  actions_.emplace_back(entry_, std::move(action));
 }
 
 void Reading::pieces(const std::string& name, const std::vector<int64_t>& sizes, std::vector<BoxedValues> into) {
@@ -231,7 +231,10 @@ void Reading::read_now(const std::string& name, const std::vector<BoxedValues>& 
 
 void Reading::finish() {
   const at::NoGradGuard no_grad;
-  for (const auto& action : actions_) action();
+  for (const auto& [entry, action] : actions_) {
+    entry_ = entry;
+    action();
+  }
 }
 
 dcp::Loaded Reading::loaded() const {

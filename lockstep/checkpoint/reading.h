@@ -75,7 +75,7 @@ class Reading : public dcp::Incoming {
   std::string entry_;
   std::vector<std::string> entries_;
   std::vector<Request> requests_;
-  std::vector<std::function<void()>> actions_;
+  std::vector<std::pair<std::string, std::function<void()>>> actions_;  // with the entries they are of
   std::set<std::string> asked_;  // full names, as are the others
   std::vector<std::string> missing_;
   std::vector<std::string> problems_;
