@@ -3,55 +3,50 @@
 //   lockstep-run -n 2 build/examples/gpt              so does any other launcher; alone it is one rank
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
-#include <unistd.h>
 
+#include <CLI/CLI.hpp>
 #include <chrono>
 #include <cstdio>
-#include <exception>
 #include <fstream>
-#include <stdexcept>
 #include <string>
-#include <vector>
 
-#include "examples/gpt/corpus.h"
+#include "examples/common/options.h"
+#include "examples/common/progress_bar.h"
+#include "examples/common/start.h"
+#include "examples/common/training.h"
 #include "examples/gpt/model.h"
-#include "examples/gpt/options.h"
-#include "examples/gpt/progress_bar.h"
+#include "examples/gpt/tales_corpus.h"
 #include "examples/gpt/teller.h"
-#include "examples/gpt/training.h"
-#include "lockstep/base/str.h"
 
 namespace lockstep::examples {
 namespace {
 
-/// Becomes lockstep-run with this program as its ranks. Returns only by throwing.
-[[noreturn]] void become_launcher(const Options& options, int argc, char** argv) {
-  std::vector<std::string> command = {LOCKSTEP_RUN_PATH, "-n", std::to_string(options.ranks), "--no-prefix"};
-  command.insert(command.end(), argv, argv + argc);
-  // Ranks write to a pipe: only we know that a terminal is behind it.
-  if (options.progress == "auto" && ::isatty(STDOUT_FILENO) == 1) {
-    command.insert(command.end(), {"--progress", "bar"});
-  }
-  std::vector<char*> arguments;
-  for (auto& word : command) arguments.push_back(word.data());
-  arguments.push_back(nullptr);
-  ::execv(arguments[0], arguments.data());
-  throw std::runtime_error(str("cannot start ", command[0], ": build it first (make demo does)"));
+/// Every block's attention by heads, its two linear layers by width; the scores by token.
+ParallelPlan layers_by_width() {
+  return {{"blocks.*.attention_in", ColwiseParallel({.fused_parts = 3})},
+          {"blocks.*.attention_out", RowwiseParallel()},
+          {"blocks.*.mlp_in", ColwiseParallel()},
+          {"blocks.*.mlp_out", RowwiseParallel()},
+          {"head", ColwiseParallel({.output_layouts = Replicate()})}};
 }
 
-InitOptions init_options(const Options& options) {
-  InitOptions init_options{.backend = options.backend};
-  if (options.device == "cpu") {
-    init_options.device = at::kCPU;
-    return init_options;
+/// One of its own with the weights as they are: for one rank alone to use. Collective.
+Gpt copy_of(const Gpt& model) {
+  const at::NoGradGuard no_grad;
+  const auto weights = full_state_dict(*model);
+  Gpt copy(model->config);
+  for (auto& parameter : copy->named_parameters()) parameter.value().copy_(weights.at(parameter.key()));
+  return copy;
+}
+
+/// Throws on every rank if their weights differ in a single bit. Collective.
+void check_replicas(const Gpt& model, const World& world) {
+  Facts facts;
+  for (const auto& [name, weight] : full_state_dict(*model)) {
+    const auto bits = weight.to(at::kCPU).view(at::kInt);
+    facts.emplace_back("weights of '" + name + "'", std::to_string(bits.sum().item<int64_t>()));
   }
-  const int gpus = gpu_count();
-  TORCH_CHECK(gpus > 0, "--device ", options.device, ": no GPU was found. Use --device cpu.");
-  // Without a number init() chooses: ranks of a host take its GPUs in turn.
-  if (options.device == "cuda") return init_options;
-  init_options.device = at::Device(options.device);
-  TORCH_CHECK(init_options.device->index() < gpus, "--device ", options.device, ": there are ", gpus, " GPUs, from 0");
-  return init_options;
+  check_same_on_all_ranks("the trained model", facts, world.group());
 }
 
 void introduce(const World& world, const Corpus& corpus, const GptImpl& model) {
@@ -59,35 +54,28 @@ void introduce(const World& world, const Corpus& corpus, const GptImpl& model) {
   for (const auto& parameter : model.parameters()) parameters += parameter.numel();
   const auto backend = world.group()->getBackend(world.device().type());
   std::printf("GPT of %lld parameters learns %lld characters of tales on %d rank%s, %s, over %s\n",
-              static_cast<long long>(parameters), static_cast<long long>(corpus.characters()), world.world_size(),
+              static_cast<long long>(parameters), static_cast<long long>(corpus.training().numel()), world.world_size(),
               world.world_size() == 1 ? "" : "s", world.device().str().c_str(), backend->getBackendName().c_str());
 }
 
-void run_rank(const Options& options) {
-  const auto world = init(init_options(options));
-  TORCH_CHECK(options.ranks == 0 || options.ranks == world.world_size(), "--ranks ", options.ranks, ", but ",
-              world.launcher(), " has started ", world.world_size());
-  TORCH_CHECK(options.batch_size >= world.world_size(), "--batch-size ", options.batch_size, " leaves some of the ",
-              world.world_size(), " ranks without a sequence");
+void train(const World& world, const TrainingOptions& options) {
   // The layers are so small that more threads would mostly wait for each other; and losses depend on no core count.
   at::set_num_threads(1);
-  torch::manual_seed(static_cast<std::uint64_t>(options.seed));
-
   GptConfig config;
-  const Corpus corpus(config.context);
-  config.vocabulary = corpus.vocabulary();
+  const auto [alphabet, corpus] = make_tales_corpus(config.context);
+  config.vocabulary = static_cast<int64_t>(alphabet.size());
   Gpt model(config);
   model->to(world.device());
-  Training training(world, options, corpus, model);
+  Training training(world, options, corpus,
+                    {.model = model.ptr(), .blocks = model->blocks->children(), .layers = layers_by_width()});
 
   const bool speaks = world.rank() == 0;
   const double first_loss = training.validate();
-  auto teller = training.copy_of_model();
+  auto teller = copy_of(model);
   if (speaks) {
     introduce(world, corpus, *teller);
-    std::printf(
-        "untrained: validation loss %.3f, and it writes: %s\n", first_loss,
-        one_line(tell(teller, corpus.alphabet(), {.shortest = 30, .longest = 30, .seed = options.seed})).c_str());
+    std::printf("untrained: validation loss %.3f, and it writes: %s\n", first_loss,
+                one_line(tell(teller, alphabet, {.shortest = 30, .longest = 30, .seed = options.seed})).c_str());
     std::fflush(stdout);
   }
   ProgressBar bar(speaks ? options.progress : "none");
@@ -99,17 +87,16 @@ void run_rank(const Options& options) {
   });
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
   const double final_loss = training.validate();
-  training.check_replicas();
-  teller = training.copy_of_model();
+  check_replicas(model, world);
+  teller = copy_of(model);
   if (speaks) {
     std::printf("%lld steps in %.1f s", static_cast<long long>(last.step), took.count());
     if (world.world_size() > 1) std::printf("; the weights are the same on all %d ranks", world.world_size());
     if (last.hidden) std::printf("; %.0f %% of communication hidden behind compute", 100 * *last.hidden);
     std::printf("\nfinal loss %.4f, validation loss %.4f; now it writes:\n\n%s", last.loss, final_loss,
-                wrap(tell(teller, corpus.alphabet(), {.seed = options.seed}), 80).c_str());
+                wrap(tell(teller, alphabet, {.seed = options.seed}), 80).c_str());
     std::fflush(stdout);
   }
-  barrier(world.group());
 }
 
 }  // namespace
@@ -117,19 +104,12 @@ void run_rank(const Options& options) {
 
 int main(int argc, char** argv) {
   using namespace lockstep::examples;
+  TrainingOptions options;
+  CLI::App app(
+      "Trains a small GPT on tales about animals, with DDP, ZeRO, FSDP or tensor parallelism, and lets it tell one.",
+      "gpt");
+  add_options(app, options);
   int exit_code = 0;
-  const auto options = parse_options(argc, argv, exit_code);
-  if (!options) return exit_code;
-  try {
-    const bool has_launcher = lockstep::detect_rank_environment().launcher != "none";
-    if (options->ranks > 1 && !has_launcher) become_launcher(*options, argc, argv);
-    run_rank(*options);
-  } catch (const c10::Error& error) {
-    std::fprintf(stderr, "gpt: %s\n", error.what_without_backtrace());
-    return 1;
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "gpt: %s\n", error.what());
-    return 1;
-  }
-  return 0;
+  if (!parse(app, options, argc, argv, exit_code)) return exit_code;
+  return start("gpt", options, argc, argv, [&](const auto& world) { train(world, options); });
 }

@@ -12,6 +12,8 @@
 
 #include <cmath>
 
+#include "examples/common/language_model.h"
+
 namespace lockstep::examples {
 
 struct GptConfig {
@@ -63,7 +65,7 @@ struct GptBlockImpl : torch::nn::Module {
 };
 TORCH_MODULE(GptBlock);
 
-struct GptImpl : torch::nn::Module {
+struct GptImpl : LanguageModel {
   explicit GptImpl(const GptConfig& sizes)
       : config(sizes),
         tokens(register_module("tokens", torch::nn::Embedding(config.vocabulary, config.width))),
@@ -75,8 +77,7 @@ struct GptImpl : torch::nn::Module {
     initialize();
   }
 
-  /// Token numbers, [batch, length], to the scores of the next token at each place, [batch, length, vocabulary].
-  at::Tensor forward(const at::Tensor& input) {
+  at::Tensor forward(const at::Tensor& input) override {
     TORCH_CHECK(input.dim() == 2 && input.size(1) <= config.context,
                 "GPT takes [batch, length] with a length of up to ", config.context, ", not ", input.sizes());
     const auto places = at::arange(input.size(1), input.options());

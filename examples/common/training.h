@@ -9,30 +9,24 @@
 #include <functional>
 #include <memory>
 
-#include "examples/gpt/corpus.h"
-#include "examples/gpt/model.h"
-#include "examples/gpt/options.h"
-#include "examples/gpt/progress_bar.h"
-#include "examples/gpt/strategy.h"
+#include "examples/common/corpus.h"
+#include "examples/common/language_model.h"
+#include "examples/common/options.h"
+#include "examples/common/progress_bar.h"
+#include "examples/common/strategy.h"
 
 namespace lockstep::examples {
 
 class Training {
  public:
   /// Collective.
-  Training(const World& world, const Options& options, const Corpus& corpus, Gpt model);
+  Training(const World& world, const TrainingOptions& options, const Corpus& corpus, const Divisible& divisible);
 
   /// All steps; what it returns is the last of what `on_progress` gets, which is the same on all ranks. Collective.
   Progress run(const std::function<void(const Progress&)>& on_progress);
 
-  /// Mean loss per character on text that is not trained on. Collective.
+  /// Mean loss per token on text that is not trained on. Collective.
   double validate();
-
-  /// A model of its own with the weights as they are: for one rank alone to use. Collective.
-  Gpt copy_of_model() const;
-
-  /// Throws on every rank if their weights differ in a single bit. Collective.
-  void check_replicas() const;
 
  private:
   /// Returns the mean loss of this rank's rows.
@@ -44,9 +38,9 @@ class Training {
   double mean_over_ranks(const at::Tensor& sum, int64_t count) const;
 
   const World world_;
-  const Options options_;
+  const TrainingOptions options_;
   const Corpus& corpus_;
-  Gpt model_;
+  const std::shared_ptr<LanguageModel> model_;
   const std::unique_ptr<Strategy> strategy_;
 };
 

@@ -1,13 +1,16 @@
-// What the demo can be told on its command line.
+// What every demo can be told on its command line.
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <string>
+
+namespace CLI {
+class App;
+}
 
 namespace lockstep::examples {
 
-struct Options {
+struct TrainingOptions {
   int ranks = 0;  // 0: as many as the launcher has started, one without a launcher
   std::string backend = "";
   std::string device = "cpu";
@@ -24,7 +27,10 @@ struct Options {
   bool is_sharded() const { return parallel == "fsdp" || parallel == "hybrid" || parallel == "fsdp+tp"; }
 };
 
-/// None if the program shall end at once, with `exit_code`: everything has been said. Local.
-std::optional<Options> parse_options(int argc, char** argv, int& exit_code);
+/// Lets `app` fill them. Both must live until parse() returns. Local.
+void add_options(CLI::App& app, TrainingOptions& options);
+
+/// False if the program shall end at once, with `exit_code`: everything has been said. Local.
+bool parse(CLI::App& app, TrainingOptions& options, int argc, char** argv, int& exit_code);
 
 }  // namespace lockstep::examples

@@ -1,4 +1,4 @@
-#include "examples/gpt/training.h"
+#include "examples/common/training.h"
 
 #include <torch/torch.h>
 
@@ -16,12 +16,12 @@ constexpr double kLargestGradient = 1.0;
 
 }  // namespace
 
-Training::Training(const World& world, const Options& options, const Corpus& corpus, Gpt model)
+Training::Training(const World& world, const TrainingOptions& options, const Corpus& corpus, const Divisible& divisible)
     : world_(world),
       options_(options),
       corpus_(corpus),
-      model_(std::move(model)),
-      strategy_(make_strategy(world, options, model_)) {}
+      model_(divisible.model),
+      strategy_(make_strategy(world, options, divisible)) {}
 
 Progress Training::run(const std::function<void(const Progress&)>& on_progress) {
   auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(options_.seed));
@@ -45,7 +45,7 @@ Progress Training::run(const std::function<void(const Progress&)>& on_progress) 
     progress.loss = mean_over_ranks(loss_sum, rows);
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
     progress.tokens_per_second =
-        static_cast<double>(progress.step * options_.batch_size * model_->config.context) / took.count();
+        static_cast<double>(progress.step * options_.batch_size * corpus_.context()) / took.count();
     if (hidden_steps > 0) progress.hidden = hidden_sum / static_cast<double>(hidden_steps);
     on_progress(progress);
     loss_sum.zero_();
@@ -68,31 +68,17 @@ at::Tensor Training::take_step(const Batch& batch) {
 
 double Training::validate() {
   const at::NoGradGuard no_grad;
-  const auto batch = corpus_.validation_batch(my_rows(corpus_.validation_starts(kValidationRows)));
-  const auto rows = batch.input.size(0);
+  const auto rounds = std::max<int64_t>(1, kValidationRows / options_.batch_size);
   auto sum = at::zeros({}, world_.device());
-  if (rows > 0) {
+  int64_t rows = 0;
+  for (const auto& starts : corpus_.validation_starts(rounds * options_.batch_size).split(options_.batch_size)) {
+    const auto batch = corpus_.validation_batch(my_rows(starts));
     // The module itself: without gradients there is nothing to reduce.
-    sum += loss_of(model_->forward(batch.input.to(world_.device())), batch.target.to(world_.device())) * rows;
+    const auto scores = model_->forward(batch.input.to(world_.device()));
+    sum += loss_of(scores, batch.target.to(world_.device())) * batch.input.size(0);
+    rows += batch.input.size(0);
   }
   return mean_over_ranks(sum, rows);
-}
-
-Gpt Training::copy_of_model() const {
-  const at::NoGradGuard no_grad;
-  const auto weights = strategy_->weights();
-  Gpt copy(model_->config);
-  for (auto& parameter : copy->named_parameters()) parameter.value().copy_(weights.at(parameter.key()));
-  return copy;
-}
-
-void Training::check_replicas() const {
-  Facts facts;
-  for (const auto& [name, weight] : strategy_->weights()) {
-    const auto bits = weight.to(at::kCPU).view(at::kInt);
-    facts.emplace_back("weights of '" + name + "'", std::to_string(bits.sum().item<int64_t>()));
-  }
-  check_same_on_all_ranks("the trained model", facts, world_.group());
 }
 
 at::Tensor Training::my_rows(const at::Tensor& rows) const {

@@ -1,4 +1,4 @@
-#include "examples/gpt/tales.h"
+#include "examples/common/tales.h"
 
 #include <map>
 #include <random>

@@ -1,4 +1,4 @@
-#include "examples/gpt/options.h"
+#include "examples/common/options.h"
 
 #include <CLI/CLI.hpp>
 
@@ -14,7 +14,7 @@ const CLI::Validator kDevice(
     "cpu|cuda|cuda:N");
 
 /// Options that go together, or not. --zero-stage alone means --parallel zero, which alone means all that ZeRO shares.
-void complete(Options& options, bool has_parallel, bool has_stage) {
+void complete(TrainingOptions& options, bool has_parallel, bool has_stage) {
   const auto refuse_if = [](bool is_wrong, const std::string& what) {
     if (is_wrong) throw CLI::ValidationError(what);
   };
@@ -28,11 +28,7 @@ void complete(Options& options, bool has_parallel, bool has_stage) {
 
 }  // namespace
 
-std::optional<Options> parse_options(int argc, char** argv, int& exit_code) {
-  Options options;
-  CLI::App app(
-      "Trains a small GPT on tales about animals, with DDP, ZeRO, FSDP or tensor parallelism, and lets it tell one.",
-      "gpt");
+void add_options(CLI::App& app, TrainingOptions& options) {
   // The last one counts: `make demo ARGS="--ranks 4"`.
   app.option_defaults()->take_last()->always_capture_default();
   app.add_option("--ranks", options.ranks, "processes that train together; starts lockstep-run unless a launcher did")
@@ -44,28 +40,31 @@ std::optional<Options> parse_options(int argc, char** argv, int& exit_code) {
   app.add_option("--batch-size", options.batch_size, "sequences per step, of all ranks together")
       ->check(CLI::Range(1, 65536));
   app.add_option("--learning-rate,--lr", options.learning_rate, "at its highest")->check(CLI::Range(1e-8, 1.0));
-  auto* parallel = app.add_option("--parallel", options.parallel,
-                                  "what ranks divide: ddp nothing but the batch, zero the optimizer's state and "
-                                  "gradients, fsdp all, hybrid all between pairs of ranks, tp every layer, fsdp+tp "
-                                  "layers between pairs of ranks and the rest among the pairs")
-                       ->check(CLI::IsMember({"ddp", "zero", "fsdp", "hybrid", "tp", "fsdp+tp"}));
-  auto* stage = app.add_option("--zero-stage", options.zero_stage,
-                               "what ranks share: 0 nothing, 1 the optimizer's state, 2 gradients too")
-                    ->check(CLI::Range(0, 2));
+  app.add_option("--parallel", options.parallel,
+                 "what ranks divide: ddp nothing but the batch, zero the optimizer's state and "
+                 "gradients, fsdp all, hybrid all between pairs of ranks, tp every layer, fsdp+tp "
+                 "layers between pairs of ranks and the rest among the pairs")
+      ->check(CLI::IsMember({"ddp", "zero", "fsdp", "hybrid", "tp", "fsdp+tp"}));
+  app.add_option("--zero-stage", options.zero_stage,
+                 "what ranks share: 0 nothing, 1 the optimizer's state, 2 gradients too")
+      ->check(CLI::Range(0, 2));
   app.add_option("--precision", options.precision, "in which fsdp computes; shards and sums stay float32")
       ->check(CLI::IsMember({"float32", "bf16"}));
-  app.add_option("--seed", options.seed, "of weights, batches and the tale at the end")
+  app.add_option("--seed", options.seed, "of weights, batches and the text at the end")
       ->check(CLI::Range(int64_t{0}, INT64_MAX));
   app.add_option("--progress", options.progress, "bar redraws one line; auto: bar on a terminal, else lines")
       ->check(CLI::IsMember({"auto", "bar", "lines", "none"}));
   app.add_option("--losses", options.losses, "write the loss of every report to this file, all digits of it");
+}
+
+bool parse(CLI::App& app, TrainingOptions& options, int argc, char** argv, int& exit_code) {
   try {
     app.parse(argc, argv);
-    complete(options, !parallel->empty(), !stage->empty());
-    return options;
+    complete(options, app.count("--parallel") > 0, app.count("--zero-stage") > 0);
+    return true;
   } catch (const CLI::ParseError& error) {
     exit_code = app.exit(error) == 0 ? 0 : 2;
-    return std::nullopt;
+    return false;
   }
 }
 

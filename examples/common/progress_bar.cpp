@@ -1,4 +1,4 @@
-#include "examples/gpt/progress_bar.h"
+#include "examples/common/progress_bar.h"
 
 #include <unistd.h>
 

@@ -1,16 +1,14 @@
-// The tales as numbers, one for each character, and the batches that are cut from them.
+// Text as numbers of tokens, and the batches that are cut from it.
 #pragma once
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 
-#include <string>
-
 namespace lockstep::examples {
 
 struct Batch {
   at::Tensor input;   // [rows, context]
-  at::Tensor target;  // the same, one character later
+  at::Tensor target;  // the same, one token later
 };
 
 /// Where sequences begin in the text.
@@ -18,11 +16,12 @@ using Starts = at::Tensor;
 
 class Corpus {
  public:
-  explicit Corpus(int64_t context);
+  /// Each of one dim, of any integer dtype, and longer than `context`; validation is not trained on.
+  Corpus(at::Tensor training, at::Tensor validation, int64_t context);
 
-  int64_t vocabulary() const { return static_cast<int64_t>(alphabet_.size()); }
-  const std::string& alphabet() const { return alphabet_; }
-  int64_t characters() const { return training_.numel(); }
+  int64_t context() const { return context_; }
+  const at::Tensor& training() const { return training_; }
+  const at::Tensor& validation() const { return validation_; }
 
   /// Of `count` random sequences of the training text.
   Starts random_starts(int64_t count, at::Generator& generator) const;
@@ -33,13 +32,11 @@ class Corpus {
   Batch validation_batch(const Starts& starts) const { return cut(validation_, starts); }
 
  private:
-  at::Tensor encode(const std::string& text) const;
   Batch cut(const at::Tensor& text, const Starts& starts) const;
 
-  int64_t context_;
-  std::string alphabet_;
   at::Tensor training_;
   at::Tensor validation_;
+  int64_t context_;
 };
 
 }  // namespace lockstep::examples

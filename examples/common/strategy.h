@@ -1,19 +1,33 @@
-// How ranks share the work of training one model: what differs between DDP, ZeRO, FSDP and tensor
-// parallelism. The loop in training.cpp is
-// the same for all.
+// How ranks share the work of training one model: what differs between DDP, ZeRO, FSDP and tensor parallelism. The loop
+// in training.cpp is the same for all.
 #pragma once
 
 #include <lockstep/lockstep.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
+#include <vector>
 
-#include "examples/gpt/model.h"
-#include "examples/gpt/options.h"
+#include "examples/common/language_model.h"
+#include "examples/common/options.h"
 
 namespace lockstep::examples {
+
+/// A model, and what can be divided of it.
+struct Divisible {
+  std::shared_ptr<LanguageModel> model;
+  /// Gathered one at a time where ranks divide the model.
+  std::vector<std::shared_ptr<torch::nn::Module>> blocks;
+  /// Where they divide layers.
+  ParallelPlan layers;
+  /// Gives a model that was built without memory its values, once it is divided: parameters are the rank's part then.
+  std::function<void(torch::nn::Module& model)> fill = [](torch::nn::Module& model) { materialize_module(model); };
+  /// Of DDP's buckets: small ones, so that the first all-reduce starts early in backward of a small model.
+  double bucket_cap_mb = 0.5;
+};
 
 class Strategy {
  public:
@@ -25,8 +39,6 @@ class Strategy {
   virtual void backward(const at::Tensor& loss, int64_t rows) = 0;
   /// Of what this rank has of the model.
   virtual torch::optim::Optimizer& optimizer() = 0;
-  /// The weights as if nothing were divided, on every rank.
-  virtual ModuleState weights() const = 0;
   /// Ranks that train on other rows than this one are other members of this group: all of the world, unless ranks
   /// divide layers and so have to see the same rows.
   virtual GroupPtr data_group() const = 0;
@@ -35,6 +47,6 @@ class Strategy {
 };
 
 /// The one that `options` ask for. Takes the model over. Collective.
-std::unique_ptr<Strategy> make_strategy(const World& world, const Options& options, const Gpt& model);
+std::unique_ptr<Strategy> make_strategy(const World& world, const TrainingOptions& options, const Divisible& divisible);
 
 }  // namespace lockstep::examples
