@@ -11,6 +11,7 @@
 
 #include "lockstep/base/str.h"
 #include "lockstep/comm/collectives.h"
+#include "lockstep/intercept/deferred_init.h"
 #include "lockstep/nn/module_access.h"
 #include "lockstep/nn/norms.h"
 #include "lockstep/shard/layout_of.h"
@@ -26,8 +27,14 @@ Layer made(LayerKind kind, std::vector<LayerParameter> all) {
   return layer;
 }
 
+/// Deferred tensors refuse is_alias_of(), which looks at addresses.
+bool have_common_storage(const at::Tensor& a, const at::Tensor& b) {
+  if (!a.is_meta() && !b.is_meta()) return a.is_alias_of(b);
+  return a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl();
+}
+
 bool have_common_memory(const at::Tensor& a, const at::Tensor& b) {
-  if (!a.is_alias_of(b) || a.numel() == 0 || b.numel() == 0) return false;
+  if (!have_common_storage(a, b) || a.numel() == 0 || b.numel() == 0) return false;
   const auto begin = [](const at::Tensor& t) { return static_cast<std::size_t>(t.storage_offset()) * t.itemsize(); };
   const auto end = [](const at::Tensor& t) {
     return at::detail::computeStorageNbytes(t.sizes(), t.strides(), t.itemsize(),
@@ -94,6 +101,10 @@ void Divisions::add(torch::nn::Module& module, const LayerParameter& parameter, 
   TORCH_CHECK(kind == at::kMeta || kind == at::Device(mesh_.device_type()).type(), "[lockstep/tp] rank ",
               mesh_.get_rank(), ": parameter '", name, "' is on ", registered->device(), ", and ", mesh_, " is one of ",
               mesh_.device_type(), " devices. Move the module there before parallelize_module().");
+  TORCH_CHECK(!source_ || !is_deferred(*registered), "[lockstep/tp] rank ", mesh_.get_rank(), ": parameter '", name,
+              "' has no memory yet that rank ", *source_,
+              " could send. Build the module from one seed on all ranks, and ",
+              "let each cut its own with src_data_rank = std::nullopt; or call materialize_module() first.");
   Layout layout(mesh_, {placement}, registered->sizes().vec());
   for (const auto& other : divisions_) {
     if (!other.whole.is_same(*registered)) continue;

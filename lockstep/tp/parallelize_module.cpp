@@ -99,9 +99,10 @@ void parallelize_module(torch::nn::Module& module, const DeviceMesh& mesh, const
   }
   divisions.check_memory(module);
   divisions.run();
-  // Now, as Python does, and not in a forward that may have to be run again.
+  // Now, as Python does, and not in a forward that may have to be run again. Of a deferred module the draws are still
+  // to come: its generator is looked at when it is first used.
   const auto parameters = module.parameters();
-  if (!parameters.empty()) detail::mesh_generator(mesh, parameters.front().device());
+  if (!parameters.empty() && !parameters.front().is_meta()) detail::mesh_generator(mesh, parameters.front().device());
 }
 
 void parallelize_module(torch::nn::Module& module, const DeviceMesh& mesh, const Style& style,

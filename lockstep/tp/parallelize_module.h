@@ -22,7 +22,8 @@ namespace lockstep {
 using ParallelPlan = std::vector<std::pair<std::string, Style>>;
 
 struct ParallelizeOptions {
-  /// Whose weights count, by its number in the mesh. None: every rank cuts its own, and nothing is sent.
+  /// Whose weights count, by its number in the mesh. None: every rank cuts its own, and nothing is sent; parts of what
+  /// was built by deferred_init() are deferred too then.
   std::optional<int> src_data_rank = 0;
 };
 
