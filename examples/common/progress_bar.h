@@ -10,7 +10,8 @@ namespace lockstep::examples {
 struct Progress {
   int64_t step = 0;
   int64_t steps = 1;
-  double loss = 0;  // mean since the last report
+  double loss = 0;     // mean since the last report
+  double seconds = 0;  // since the first step began
   double tokens_per_second = 0;
   /// Share of communication that was hidden behind compute so far; none if nothing was communicated.
   std::optional<double> hidden = std::nullopt;

@@ -135,6 +135,11 @@ class Sharded final : public Strategy {
 
 }  // namespace
 
+int64_t ranks_per_layer(const World& world, const TrainingOptions& options) {
+  if (options.parallel == "tp") return world.world_size();
+  return options.parallel == "fsdp+tp" ? std::min<int64_t>(kPair, world.world_size()) : 1;
+}
+
 std::unique_ptr<Strategy> make_strategy(const World& world, const TrainingOptions& options,
                                         const Divisible& divisible) {
   if (options.parallel == "tp") return std::make_unique<Divided>(world, options, divisible);

@@ -29,6 +29,9 @@ struct Divisible {
   double bucket_cap_mb = 0.5;
 };
 
+/// Among how many ranks layers are divided: each needs a part of all of them. Local.
+int64_t ranks_per_layer(const World& world, const TrainingOptions& options);
+
 class Strategy {
  public:
   virtual ~Strategy() = default;

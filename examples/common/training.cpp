@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <fstream>
 #include <numbers>
 
 namespace lockstep::examples {
@@ -23,7 +24,10 @@ Training::Training(const World& world, const TrainingOptions& options, const Cor
       model_(divisible.model),
       strategy_(make_strategy(world, options, divisible)) {}
 
-Progress Training::run(const std::function<void(const Progress&)>& on_progress) {
+Progress Training::run() {
+  const bool speaks = world_.rank() == 0;
+  ProgressBar bar(speaks ? options_.progress : "none");
+  std::ofstream losses(speaks ? options_.losses : "");
   auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(options_.seed));
   const auto begin = std::chrono::steady_clock::now();
   const auto report_every = std::max<int64_t>(1, options_.steps / kReports);
@@ -43,11 +47,12 @@ Progress Training::run(const std::function<void(const Progress&)>& on_progress) 
     }
     if (progress.step % report_every != 0 && progress.step != options_.steps) continue;
     progress.loss = mean_over_ranks(loss_sum, rows);
-    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+    progress.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
     progress.tokens_per_second =
-        static_cast<double>(progress.step * options_.batch_size * corpus_.context()) / took.count();
+        static_cast<double>(progress.step * options_.batch_size * corpus_.context()) / progress.seconds;
     if (hidden_steps > 0) progress.hidden = hidden_sum / static_cast<double>(hidden_steps);
-    on_progress(progress);
+    bar.show(progress);
+    losses << progress.step << ' ' << std::hexfloat << progress.loss << '\n';
     loss_sum.zero_();
     rows = 0;
   }

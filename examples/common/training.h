@@ -6,7 +6,6 @@
 
 #include <lockstep/lockstep.h>
 
-#include <functional>
 #include <memory>
 
 #include "examples/common/corpus.h"
@@ -22,8 +21,9 @@ class Training {
   /// Collective.
   Training(const World& world, const TrainingOptions& options, const Corpus& corpus, const Divisible& divisible);
 
-  /// All steps; what it returns is the last of what `on_progress` gets, which is the same on all ranks. Collective.
-  Progress run(const std::function<void(const Progress&)>& on_progress);
+  /// All steps, while rank 0 shows how far they are and writes losses where the options say. Returns the last report,
+  /// the same on all ranks. Collective.
+  Progress run();
 
   /// Mean loss per token on text that is not trained on. Collective.
   double validate();

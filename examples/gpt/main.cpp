@@ -5,13 +5,10 @@
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
-#include <chrono>
 #include <cstdio>
-#include <fstream>
 #include <string>
 
 #include "examples/common/options.h"
-#include "examples/common/progress_bar.h"
 #include "examples/common/start.h"
 #include "examples/common/training.h"
 #include "examples/gpt/model.h"
@@ -78,19 +75,12 @@ void train(const World& world, const TrainingOptions& options) {
                 one_line(tell(teller, alphabet, {.shortest = 30, .longest = 30, .seed = options.seed})).c_str());
     std::fflush(stdout);
   }
-  ProgressBar bar(speaks ? options.progress : "none");
-  const auto begin = std::chrono::steady_clock::now();
-  std::ofstream losses(speaks ? options.losses : "");
-  const auto last = training.run([&](const Progress& progress) {
-    bar.show(progress);
-    losses << progress.step << ' ' << std::hexfloat << progress.loss << '\n';
-  });
-  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+  const auto last = training.run();
   const double final_loss = training.validate();
   check_replicas(model, world);
   teller = copy_of(model);
   if (speaks) {
-    std::printf("%lld steps in %.1f s", static_cast<long long>(last.step), took.count());
+    std::printf("%lld steps in %.1f s", static_cast<long long>(last.step), last.seconds);
     if (world.world_size() > 1) std::printf("; the weights are the same on all %d ranks", world.world_size());
     if (last.hidden) std::printf("; %.0f %% of communication hidden behind compute", 100 * *last.hidden);
     std::printf("\nfinal loss %.4f, validation loss %.4f; now it writes:\n\n%s", last.loss, final_loss,

@@ -1,0 +1,101 @@
+// A real model: trains a Llama, from a Hugging Face folder or from random weights, on several ranks with DDP, ZeRO,
+// FSDP, tensor parallelism or both. It is built without memory, divided, and only then filled: where ranks divide it,
+// none ever has the whole.
+//   build/examples/llama --ranks 2 --parallel fsdp                                     learns tales, byte by byte
+//   build/examples/llama --ranks 4 --parallel fsdp+tp --config config.json --tokens tokens.bin --save folder
+#include <lockstep/lockstep.h>
+#include <lockstep/nn/tied_parameters.h>
+#include <torch/torch.h>
+
+#include <cmath>
+#include <cstdio>
+#include <string>
+
+#include "examples/common/start.h"
+#include "examples/common/training.h"
+#include "examples/llama/model.h"
+#include "examples/llama/options.h"
+#include "examples/llama/text.h"
+
+namespace lockstep::examples {
+namespace {
+
+// Of DDP's buckets, as in Python.
+constexpr double kBucketMb = 25;
+constexpr int64_t kPromptLength = 32;
+
+/// Attention by heads, the MLP by width, embeddings and scores by token.
+ParallelPlan plan_of_layers() {
+  const RowwiseParallel rowwise;
+  const ColwiseParallel colwise;
+  return {{"model.embed_tokens", rowwise},
+          {"model.layers.*.self_attn.[qkv]_proj", colwise},
+          {"model.layers.*.self_attn.o_proj", rowwise},
+          {"model.layers.*.mlp.gate_proj", colwise},
+          {"model.layers.*.mlp.up_proj", colwise},
+          {"model.layers.*.mlp.down_proj", rowwise},
+          {"lm_head", ColwiseParallel({.output_layouts = Replicate()})}};
+}
+
+LlamaConfig config_of(const LlamaOptions& options) {
+  if (!options.model.empty()) return read_config(options.model + "/config.json");
+  return options.config.empty() ? LlamaConfig() : read_config(options.config);
+}
+
+int64_t count_parameters(const torch::nn::Module& model) {
+  int64_t count = 0;
+  for (const auto& parameter : unique_parameters(model)) count += parameter.numel();
+  return count;
+}
+
+void train(const World& world, const LlamaOptions& options) {
+  const auto config = config_of(options);
+  const auto ranks_of_heads = ranks_per_layer(world, options);
+  TORCH_CHECK(config.num_key_value_heads % ranks_of_heads == 0, "--parallel ", options.parallel, ": ",
+              config.num_key_value_heads, " heads of keys and values cannot be divided among ", ranks_of_heads,
+              " ranks");
+  const auto corpus = read_corpus(
+      {.tokens = options.tokens, .text = options.text, .vocab_size = config.vocab_size, .context = options.context});
+
+  auto model = deferred_init([&] { return LlamaForCausalLM(config); }, {.device = world.device()});
+  model->model->checkpoints_activations = options.checkpoint_activations;
+  const auto parameters = count_parameters(*model);
+  Training training(world, options, corpus,
+                    {.model = model.ptr(),
+                     .blocks = model->model->layers->children(),
+                     .layers = plan_of_layers(),
+                     .bucket_cap_mb = kBucketMb});
+  const bool speaks = world.rank() == 0;
+  const auto first_loss = training.validate();
+  if (speaks) {
+    std::printf("Llama of %lld parameters, %lld of them here, learns %lld tokens on %d rank%s, %s\n",
+                static_cast<long long>(parameters), static_cast<long long>(count_parameters(*model)),
+                static_cast<long long>(corpus.training().numel()), world.world_size(),
+                world.world_size() == 1 ? "" : "s", world.device().str().c_str());
+    std::printf("held-out tokens at first: loss %.3f, perplexity %.2f\n", first_loss, std::exp(first_loss));
+    std::fflush(stdout);
+  }
+  const auto last = training.run();
+  const auto final_loss = training.validate();
+
+  const auto prompt = corpus.validation().slice(0, 0, kPromptLength);
+  const auto written = write(*model, prompt.to(world.device()),
+                             {.count = options.write, .context = options.context, .seed = options.seed});
+  if (!speaks) return;
+  const bool are_bytes = options.tokens.empty();
+  std::printf("%lld steps in %.1f s\nheld-out tokens: loss %.4f, perplexity %.3f\n\n%s|%s\n",
+              static_cast<long long>(last.step), last.seconds, final_loss, std::exp(final_loss),
+              describe(prompt, are_bytes).c_str(), describe(written, are_bytes).c_str());
+  std::fflush(stdout);
+}
+
+}  // namespace
+}  // namespace lockstep::examples
+
+int main(int argc, char** argv) {
+  using namespace lockstep::examples;
+  int exit_code = 0;
+  const auto options = parse_options(argc, argv, exit_code);
+  if (!options) return exit_code;
+  return start("llama", *options, argc, argv, [&](const auto& world) { train(world, *options); });
+}
