@@ -13,6 +13,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 purpose=${1:-build}
 torch_version=2.13.0
+transformers_version=5.23.0
+safetensors_version=0.8.0
 clang_tools_version=18.1.8
 minimum_cmake=3.25
 
@@ -211,6 +213,14 @@ if [ "$python" = "$PWD/.venv/bin/python3" ] && ! has_installed 'pytest-*' && [ !
   say "installing pytest into .venv"
   .venv/bin/python3 -m pip install -q --disable-pip-version-check pytest >&2 ||
     say "going on without pytest: the tests of the Python plugin will be skipped"
+fi
+
+# What the Llama of the examples is compared with. Tried once, as above.
+if [ "$python" = "$PWD/.venv/bin/python3" ] && ! has_installed 'transformers-*' && [ ! -e build/.transformers_tried ]; then
+  touch build/.transformers_tried
+  say "installing transformers into .venv"
+  .venv/bin/python3 -m pip install -q --disable-pip-version-check "transformers==$transformers_version" "safetensors==$safetensors_version" >&2 ||
+    say "going on without transformers: comparisons with it will be skipped"
 fi
 
 if [ -n "$must_install_clang_tools" ]; then

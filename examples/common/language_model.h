@@ -7,7 +7,8 @@
 namespace lockstep::examples {
 
 struct LanguageModel : torch::nn::Module {
-  /// Token numbers, [batch, length], to the scores of the next token at each place, [batch, length, vocabulary].
+  /// Token numbers, [batch, length], to the scores of the next token at each place, [batch, length, vocabulary], a
+  /// DTensor if layers are divided so.
   virtual at::Tensor forward(const at::Tensor& tokens) = 0;
 };
 

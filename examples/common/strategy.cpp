@@ -135,6 +135,10 @@ class Sharded final : public Strategy {
 
 }  // namespace
 
+void fill_one_by_one(const torch::nn::Module& model) {
+  for (const auto& parameter : model.parameters()) materialize_tensor(parameter);
+}
+
 int64_t ranks_per_layer(const World& world, const TrainingOptions& options) {
   if (options.parallel == "tp") return world.world_size();
   return options.parallel == "fsdp+tp" ? std::min<int64_t>(kPair, world.world_size()) : 1;

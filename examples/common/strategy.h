@@ -16,6 +16,9 @@
 
 namespace lockstep::examples {
 
+/// Each parameter gets the value it was built with. The whole of one that ranks divide is gone before the next. Local.
+void fill_one_by_one(const torch::nn::Module& model);
+
 /// A model, and what can be divided of it.
 struct Divisible {
   std::shared_ptr<LanguageModel> model;
@@ -24,7 +27,7 @@ struct Divisible {
   /// Where they divide layers.
   ParallelPlan layers;
   /// Gives a model that was built without memory its values, once it is divided: parameters are the rank's part then.
-  std::function<void(torch::nn::Module& model)> fill = [](torch::nn::Module& model) { materialize_module(model); };
+  std::function<void(torch::nn::Module& model)> fill = fill_one_by_one;
   /// Of DDP's buckets: small ones, so that the first all-reduce starts early in backward of a small model.
   double bucket_cap_mb = 0.5;
 };

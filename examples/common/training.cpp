@@ -92,7 +92,10 @@ at::Tensor Training::my_rows(const at::Tensor& rows) const {
 }
 
 at::Tensor Training::loss_of(const at::Tensor& scores, const at::Tensor& target) const {
-  return at::cross_entropy_loss(scores.flatten(0, 1).to(at::kFloat), target.reshape({-1}));
+  // Scores that are divided among ranks stay so.
+  const LossParallel loss_parallel;
+  const auto loss = at::cross_entropy_loss(scores.flatten(0, 1).to(at::kFloat), target.reshape({-1}));
+  return is_dtensor(loss) ? DTensor(loss).full_tensor() : loss;
 }
 
 void Training::set_learning_rate(int64_t step) {

@@ -24,7 +24,7 @@ namespace {
 constexpr double kBucketMb = 25;
 constexpr int64_t kPromptLength = 32;
 
-/// Attention by heads, the MLP by width, embeddings and scores by token.
+/// Attention by heads, the MLP by width, embeddings and scores by token: no rank ever has all scores.
 ParallelPlan plan_of_layers() {
   const RowwiseParallel rowwise;
   const ColwiseParallel colwise;
@@ -34,7 +34,7 @@ ParallelPlan plan_of_layers() {
           {"model.layers.*.mlp.gate_proj", colwise},
           {"model.layers.*.mlp.up_proj", colwise},
           {"model.layers.*.mlp.down_proj", rowwise},
-          {"lm_head", ColwiseParallel({.output_layouts = Replicate()})}};
+          {"lm_head", ColwiseParallel({.use_local_output = false})}};
 }
 
 LlamaConfig config_of(const LlamaOptions& options) {

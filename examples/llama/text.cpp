@@ -1,5 +1,6 @@
 #include "examples/llama/text.h"
 
+#include <lockstep/dtensor/dtensor.h>
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -31,6 +32,14 @@ at::Tensor numbers_in(const std::string& file, int64_t vocab_size) {
   return at::from_file(file, /*shared=*/false, count, dtype);
 }
 
+/// libtorch has no max() of unsigned numbers; a file is not turned into others at once.
+int64_t largest_of(const at::Tensor& tokens) {
+  int64_t largest = 0;
+  for (const auto& piece : tokens.split(1 << 20))
+    largest = std::max(largest, piece.to(at::kLong).max().item<int64_t>());
+  return largest;
+}
+
 at::Tensor tokens_of(const TextOptions& options) {
   if (!options.tokens.empty()) return numbers_in(options.tokens, options.vocab_size);
   if (options.text.empty()) return bytes_of(tell_tales(kTalesLength, kTalesSeed));
@@ -43,7 +52,7 @@ at::Tensor tokens_of(const TextOptions& options) {
 Corpus read_corpus(const TextOptions& options) {
   const auto tokens = tokens_of(options);
   TORCH_CHECK(tokens.numel() > 0, "there are no tokens in ", options.tokens, options.text);
-  const auto largest = tokens.max().item<int64_t>();
+  const auto largest = largest_of(tokens);
   TORCH_CHECK(largest < options.vocab_size, "token ", largest,
               " of the text is none of the model's, of which there are ", options.vocab_size);
   const auto training = tokens.numel() / 10 * 9;
@@ -57,7 +66,9 @@ at::Tensor write(LanguageModel& model, const at::Tensor& prompt, const WriteOpti
   auto tokens = prompt.to(at::kLong).unsqueeze(0);
   for (int64_t i = 0; i < options.count; ++i) {
     const auto seen = tokens.slice(1, std::max<int64_t>(0, tokens.size(1) - options.context));
-    const auto scores = model.forward(seen).select(1, -1).to(at::kCPU, at::kFloat);
+    auto scores = model.forward(seen).select(1, -1);
+    if (is_dtensor(scores)) scores = DTensor(scores).full_tensor();
+    scores = scores.to(at::kCPU, at::kFloat);
     const auto next = at::multinomial(at::softmax(scores / kTemperature, 1), 1, false, generator);
     tokens = at::cat({tokens, next.to(tokens.device())}, 1);
   }
