@@ -1,22 +1,11 @@
 #include "examples/llama/config.h"
 
-#include <c10/util/Exception.h>
+#include <utility>
 
-#include <fstream>
-#include <nlohmann/json.hpp>
+#include "examples/llama/read_json.h"
 
 namespace lockstep::examples {
 namespace {
-
-using Json = nlohmann::ordered_json;
-
-Json read_json(const std::string& file) {
-  std::ifstream in(file);
-  TORCH_CHECK(in, "cannot read ", file);
-  auto json = Json::parse(in, nullptr, /*allow_exceptions=*/false);
-  TORCH_CHECK(json.is_object(), file, " is no JSON object");
-  return json;
-}
 
 bool has(const Json& json, const char* key) {
   const auto found = json.find(key);
@@ -149,13 +138,11 @@ LlamaConfig read_config(const std::string& file) {
   return config;
 }
 
-void write_config(const LlamaConfig& config, const std::string& file, const std::string& source) {
+std::string config_json(const LlamaConfig& config, const std::string& source) {
   auto json = source.empty() ? as_json(config) : read_json(source);
   json.erase("torch_dtype");  // the older name
   json["dtype"] = "float32";
-  std::ofstream out(file);
-  out << json.dump(2) << '\n';
-  TORCH_CHECK(out.flush(), "cannot write ", file);
+  return json.dump(2) + '\n';
 }
 
 }  // namespace lockstep::examples

@@ -39,7 +39,8 @@ struct LlamaConfig {
 /// key. Local.
 LlamaConfig read_config(const std::string& file);
 
-/// Writes it, for weights in float32. With `source`, a config.json, all other keys of that one are kept. Local.
-void write_config(const LlamaConfig& config, const std::string& file, const std::string& source = "");
+/// The config.json of a model with weights in float32. With `source`, another config.json, all other keys of that one
+/// are kept. Local.
+std::string config_json(const LlamaConfig& config, const std::string& source = "");
 
 }  // namespace lockstep::examples

@@ -9,12 +9,14 @@
 
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
 #include <string>
 
 #include "examples/common/start.h"
 #include "examples/common/training.h"
 #include "examples/llama/model.h"
 #include "examples/llama/options.h"
+#include "examples/llama/spelling.h"
 #include "examples/llama/text.h"
 
 namespace lockstep::examples {
@@ -40,6 +42,12 @@ ParallelPlan plan_of_layers() {
 LlamaConfig config_of(const LlamaOptions& options) {
   if (!options.model.empty()) return read_config(options.model + "/config.json");
   return options.config.empty() ? LlamaConfig() : read_config(options.config);
+}
+
+Spelling spelling_of(const LlamaOptions& options) {
+  if (options.tokens.empty()) return spelling_of_bytes();
+  const auto file = options.model + "/tokenizer.json";
+  return std::filesystem::exists(file) ? read_spelling(file) : Spelling();
 }
 
 int64_t count_parameters(const torch::nn::Module& model) {
@@ -82,10 +90,10 @@ void train(const World& world, const LlamaOptions& options) {
   const auto written = write(*model, prompt.to(world.device()),
                              {.count = options.write, .context = options.context, .seed = options.seed});
   if (!speaks) return;
-  const bool are_bytes = options.tokens.empty();
+  const auto spelling = spelling_of(options);
   std::printf("%lld steps in %.1f s\nheld-out tokens: loss %.4f, perplexity %.3f\n\n%s|%s\n",
               static_cast<long long>(last.step), last.seconds, final_loss, std::exp(final_loss),
-              describe(prompt, are_bytes).c_str(), describe(written, are_bytes).c_str());
+              spell(prompt, spelling).c_str(), spell(written, spelling).c_str());
   std::fflush(stdout);
 }
 

@@ -10,7 +10,6 @@
 #include <limits>
 
 #include "examples/common/tales.h"
-#include "lockstep/base/str.h"
 
 namespace lockstep::examples {
 namespace {
@@ -73,15 +72,6 @@ at::Tensor write(LanguageModel& model, const at::Tensor& prompt, const WriteOpti
     tokens = at::cat({tokens, next.to(tokens.device())}, 1);
   }
   return tokens.squeeze(0).slice(0, prompt.numel());
-}
-
-std::string describe(const at::Tensor& tokens, bool are_bytes) {
-  std::string result;
-  for (int64_t i = 0; i < tokens.numel(); ++i) {
-    const auto token = tokens[i].item<int64_t>();
-    result += are_bytes ? std::string(1, static_cast<char>(token)) : str(token, " ");
-  }
-  return result;
 }
 
 }  // namespace lockstep::examples

@@ -1,4 +1,4 @@
-// Tokens in and out: files of them, and what a model writes.
+// Tokens in and out: those of files, and those that a model writes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,8 +30,5 @@ struct WriteOptions {
 /// What `model` writes behind `prompt`, [length]: all of it. Collective where ranks divide the model, and the same on
 /// all of them.
 at::Tensor write(LanguageModel& model, const at::Tensor& prompt, const WriteOptions& options);
-
-/// Bytes as they are, other tokens as numbers. Local.
-std::string describe(const at::Tensor& tokens, bool are_bytes);
 
 }  // namespace lockstep::examples
