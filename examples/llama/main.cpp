@@ -3,6 +3,7 @@
 // none ever has the whole.
 //   build/examples/llama --ranks 2 --parallel fsdp                                     learns tales, byte by byte
 //   build/examples/llama --ranks 4 --parallel fsdp+tp --config config.json --tokens tokens.bin --save folder
+#include <lockstep/checkpoint/weights.h>
 #include <lockstep/lockstep.h>
 #include <lockstep/nn/tied_parameters.h>
 #include <torch/torch.h>
@@ -10,6 +11,9 @@
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <map>
 #include <string>
 
 #include "examples/common/start.h"
@@ -50,6 +54,30 @@ Spelling spelling_of(const LlamaOptions& options) {
   return std::filesystem::exists(file) ? read_spelling(file) : Spelling();
 }
 
+/// Gives a model that is divided already its weights. Collective.
+void fill(torch::nn::Module& model, const std::string& folder) {
+  if (folder.empty()) return fill_one_by_one(model);
+  // Older folders have more than a model needs: frequencies, which follow from the configuration.
+  const auto loaded = load_weights(model, folder, {.strict = false, .casts = true});
+  TORCH_CHECK(loaded.missing.empty(), folder, " lacks '", loaded.missing.front(), "' and ", loaded.missing.size() - 1,
+              " other tensors of the model");
+}
+
+/// As a Hugging Face folder, with what else is in the one it came from. Collective.
+void save(const torch::nn::Module& model, const LlamaConfig& config, const LlamaOptions& options) {
+  const auto source = options.model.empty() ? options.config : options.model + "/config.json";
+  std::map<std::string, std::string> texts = {{"config.json", config_json(config, source)}};
+  if (!options.model.empty()) {
+    for (const auto& entry : std::filesystem::directory_iterator(options.model)) {
+      const auto name = entry.path().filename().string();
+      if (!name.starts_with("tokenizer") && !name.ends_with("_map.json") && name != "generation_config.json") continue;
+      std::ifstream in(entry.path(), std::ios::binary);
+      texts[name] = {std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
+    }
+  }
+  save_weights(model, options.save, {.texts = texts});
+}
+
 int64_t count_parameters(const torch::nn::Module& model) {
   int64_t count = 0;
   for (const auto& parameter : unique_parameters(model)) count += parameter.numel();
@@ -72,6 +100,7 @@ void train(const World& world, const LlamaOptions& options) {
                     {.model = model.ptr(),
                      .blocks = model->model->layers->children(),
                      .layers = plan_of_layers(),
+                     .fill = [&](auto& module) { fill(module, options.model); },
                      .bucket_cap_mb = kBucketMb});
   const bool speaks = world.rank() == 0;
   const auto first_loss = training.validate();
@@ -85,6 +114,7 @@ void train(const World& world, const LlamaOptions& options) {
   }
   const auto last = training.run();
   const auto final_loss = training.validate();
+  if (!options.save.empty()) save(*model, config, options);
 
   const auto prompt = corpus.validation().slice(0, 0, kPromptLength);
   const auto written = write(*model, prompt.to(world.device()),
