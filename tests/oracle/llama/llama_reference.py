@@ -1,8 +1,10 @@
-"""Saves what Hugging Face's Llama computes: configuration, weights, tokens, logits, loss and gradients of small random models.
+"""What Hugging Face's Llama computes.
 
-Usage: llama_reference.py RESULT. Saves None if there is no transformers.
+Usage: llama_reference.py RESULT FOLDER. Opens the models in the folders below FOLDER, and saves tokens, logits, loss and gradients of each by its
+name. Makes small random models there first if there is no FOLDER. Saves None if there is no transformers.
 """
 
+import os
 import sys
 
 import torch
@@ -11,7 +13,7 @@ SMALL = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2,
 }
-# Of so short an original context that within 24 positions some rotations are slowed down, some not, and some a little.
+# Of so short an original context that some rotations are slowed down, some are not, and some a little.
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
@@ -21,27 +23,35 @@ CASES = {
     "tied": {"tie_word_embeddings": True},
     "biases": {"attention_bias": True, "mlp_bias": True},
     "llama3": {"rope_parameters": LLAMA3},
-    "other sizes": {
+    "sizes": {
         "num_key_value_heads": 4, "head_dim": 24, "rms_norm_eps": 1e-3, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
     },
 }
+TOKENS = (torch.arange(48) * 7919 % 256).view(2, 24)
 
 
-def run(config):
-    from transformers import LlamaForCausalLM
+def make(folder):
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(1)
-    model = LlamaForCausalLM(config)
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias") or "norm" in name:  # not zeros and ones, which hide mistakes
-            parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
-    tokens = torch.randint(config.vocab_size, (2, 24))
-    result = model(tokens, labels=tokens)
+    for name, case in CASES.items():
+        torch.manual_seed(1)
+        model = LlamaForCausalLM(LlamaConfig(**{**SMALL, **case}))
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("bias") or "norm" in parameter_name:  # not zeros and ones, which hide mistakes
+                parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+        # Several files.
+        model.save_pretrained(os.path.join(folder, name), max_shard_size="100KB")
+
+
+def computed_in(folder):
+    from transformers import AutoModelForCausalLM
+
+    model, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype="auto")
+    assert not any(found.values()), f"{folder}: {found}"
+    result = model(TOKENS, labels=TOKENS)
     result.loss.backward()
     return {
-        "config": config.to_json_string(use_diff=False),
-        "weights": {name: parameter.data for name, parameter in model.named_parameters()},
-        "tokens": tokens,
+        "tokens": TOKENS,
         "logits": result.logits.detach(),
         "loss": result.loss.detach(),
         "gradients": {name: parameter.grad for name, parameter in model.named_parameters()},
@@ -49,12 +59,16 @@ def run(config):
 
 
 def main():
+    result, folder = sys.argv[1:]
     try:
-        from transformers import LlamaConfig
+        import transformers
     except ImportError:
-        torch.save(None, sys.argv[1])
+        torch.save(None, result)
         return
-    torch.save({name: run(LlamaConfig(**{**SMALL, **case})) for name, case in CASES.items()}, sys.argv[1])
+    transformers.logging.disable_progress_bar()
+    if not os.path.exists(folder):
+        make(folder)
+    torch.save({name: computed_in(os.path.join(folder, name)) for name in sorted(os.listdir(folder))}, result)
 
 
 main()

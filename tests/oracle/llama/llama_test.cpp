@@ -1,7 +1,13 @@
-// The Llama of the examples against Hugging Face's: the same folder gives the same logits and gradients.
+// The Llama of the examples against Hugging Face's: the same folder gives the same logits and gradients, and a folder
+// that we saved opens there.
+#include "examples/llama/model.h"
+
+#include <cstdlib>
+#include <filesystem>
 #include <fstream>
 
-#include "examples/llama/model.h"
+#include "lockstep/checkpoint/weights.h"
+#include "lockstep/intercept/deferred_init.h"
 #include "lockstep/testing/gtest.h"
 #include "tests/support/oracle_reference.h"
 
@@ -12,22 +18,19 @@ using examples::LlamaForCausalLM;
 using oracle::at_key;
 using oracle::tensors_by_name;
 using testing::check_equal;
+using testing::TempDir;
 
 constexpr testing::Tolerance kTolerance{.relative = 1e-5, .absolute = 1e-5};
 
-examples::LlamaConfig config_of(const std::string& json) {
-  const testing::TempDir folder;
-  std::ofstream(folder.file("config.json")) << json;
-  return examples::read_config(folder.file("config.json"));
+/// Of all models in folders below `folder`; makes some if there is none. None without transformers.
+c10::IValue computed_in(const std::string& folder) {
+  return oracle::run_reference("llama/llama_reference.py", folder);
 }
 
-LlamaForCausalLM model_of(const c10::IValue& reference) {
-  LlamaForCausalLM model(config_of(at_key(reference, "config").toStringRef()));
-  const at::NoGradGuard no_grad;
-  auto weights = tensors_by_name(at_key(reference, "weights"));
-  if (model->model->config.tie_word_embeddings) weights["lm_head.weight"] = weights.at("model.embed_tokens.weight");
-  for (auto& parameter : model->named_parameters()) parameter.value().copy_(weights.at(parameter.key()));
-  EXPECT_EQ(weights.size(), model->named_parameters().size());
+LlamaForCausalLM opened(const std::string& folder) {
+  const auto config = examples::read_config(folder + "/config.json");
+  auto model = deferred_init([&] { return LlamaForCausalLM(config); });
+  load_weights(*model, folder);
   return model;
 }
 
@@ -36,25 +39,79 @@ at::Tensor loss_of(const at::Tensor& logits, const at::Tensor& tokens) {
   return at::cross_entropy_loss(logits.slice(1, 0, -1).flatten(0, 1), tokens.slice(1, 1).flatten());
 }
 
-TEST(LlamaOracle, LogitsAndGradientsAgreeWithTransformers) {
-  const auto references = oracle::run_reference("llama/llama_reference.py");
-  if (references.isNone()) GTEST_SKIP() << "there is no Python with transformers to compare with";
-  for (const auto& entry : references.toGenericDict()) {
+void expect_computes(LlamaForCausalLM model, const std::string& name, const c10::IValue& expected) {
+  const auto tokens = at_key(expected, "tokens").toTensor();
+  model->zero_grad();
+  const auto logits = model(tokens);
+  const auto loss = loss_of(logits, tokens);
+  loss.backward();
+  check_equal(name + ", logits", logits.detach(), at_key(expected, "logits").toTensor(), kTolerance);
+  check_equal(name + ", loss", loss.detach(), at_key(expected, "loss").toTensor(), kTolerance);
+  const auto parameters = model->named_parameters();
+  for (const auto& [parameter, gradient] : tensors_by_name(at_key(expected, "gradients"))) {
+    check_equal(name + ", gradient of " + parameter, parameters[parameter].grad(), gradient, kTolerance);
+  }
+}
+
+/// The models that transformers has made, and what they compute there.
+class LlamaOracle : public ::testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    folder_.emplace();
+    expected_ = computed_in(theirs());
+  }
+  static void TearDownTestSuite() { folder_.reset(); }
+  void SetUp() override {
+    if (expected_.isNone()) GTEST_SKIP() << "there is no Python with transformers to compare with";
+  }
+
+  static std::string theirs() { return folder_->file("theirs"); }
+
+  static inline std::optional<TempDir> folder_;
+  static inline c10::IValue expected_;
+};
+
+TEST_F(LlamaOracle, LogitsAndGradientsAreThoseOfTransformers) {
+  const auto ours = folder_->file("ours");
+  std::filesystem::create_directory(ours);
+  for (const auto& entry : expected_.toGenericDict()) {
     const auto& name = entry.key().toStringRef();
-    for (const bool checkpoints_activations : {false, true}) {
-      auto model = model_of(entry.value());
-      model->model->checkpoints_activations = checkpoints_activations;
-      const auto tokens = at_key(entry.value(), "tokens").toTensor();
-      const auto logits = model(tokens);
-      const auto loss = loss_of(logits, tokens);
-      loss.backward();
-      check_equal(name + ", logits", logits.detach(), at_key(entry.value(), "logits").toTensor(), kTolerance);
-      check_equal(name + ", loss", loss.detach(), at_key(entry.value(), "loss").toTensor(), kTolerance);
-      const auto parameters = model->named_parameters();
-      for (const auto& [parameter, gradient] : tensors_by_name(at_key(entry.value(), "gradients"))) {
-        check_equal(name + ", gradient of " + parameter, parameters[parameter].grad(), gradient, kTolerance);
-      }
-    }
+    auto model = opened(theirs() + "/" + name);
+    expect_computes(model, name, entry.value());
+    model->model->checkpoints_activations = true;
+    expect_computes(model, name + ", checkpointed", entry.value());
+    save_weights(*model, ours + "/" + name, {.texts = {{"config.json", config_json(model->model->config)}}});
+  }
+  const auto reopened = computed_in(ours);
+  ASSERT_EQ(reopened.toGenericDict().size(), expected_.toGenericDict().size());
+  for (const auto& entry : expected_.toGenericDict()) {
+    const auto& name = entry.key().toStringRef();
+    const auto logits = at_key(reopened.toGenericDict().at(name), "logits").toTensor();
+    check_equal(name + ", saved", logits, at_key(entry.value(), "logits").toTensor(), kTolerance);
+  }
+}
+
+/// Trains the model in `from` for a step, and saves it in `to`.
+void train(int ranks, const std::string& parallel, const std::string& from, const std::string& to) {
+  const auto command =
+      str("'", std::getenv("LOCKSTEP_RUN"), "' --timeout 60s -n ", ranks, " '", std::getenv("LOCKSTEP_EXAMPLES"),
+          "/llama' --steps 1 --batch-size 8 --context 32 --write 0 ", "--progress none --parallel ", parallel,
+          " --model '", from, "' --save '", to, "' >/dev/null");
+  ASSERT_EQ(std::system(command.c_str()), 0) << command;
+}
+
+TEST_F(LlamaOracle, FoldersThatRanksHaveSavedOpenInTransformers) {
+  const auto trained = folder_->file("trained");
+  std::filesystem::create_directory(trained);
+  train(1, "ddp", theirs() + "/tied", trained + "/ddp");
+  train(2, "tp", theirs() + "/tied", trained + "/tp");
+  train(4, "fsdp+tp", theirs() + "/tied", trained + "/fsdp+tp");
+  const auto after = computed_in(trained).toGenericDict();
+  const auto expected = at_key(after.at("ddp"), "logits").toTensor();
+  EXPECT_GT((expected - at_key(at_key(expected_, "tied"), "logits").toTensor()).abs().max().item<double>(), 1e-2);
+  for (const char* parallel : {"tp", "fsdp+tp"}) {
+    check_equal(parallel, at_key(after.at(parallel), "logits").toTensor(), expected,
+                {.relative = 1e-3, .absolute = 1e-3});
   }
 }
 
