@@ -13,7 +13,7 @@ struct RopeScaling {
   double factor = 8;
   double low_freq_factor = 1;
   double high_freq_factor = 4;
-  double original_max_position_embeddings = 8192;
+  int64_t original_max_position_embeddings = 8192;
 };
 
 /// By default a model that learns bytes on a laptop.
