@@ -18,12 +18,9 @@ constexpr int64_t kChunkBytes = 1 << 18;
 
 }  // namespace
 
-FileWriter::FileWriter(std::string path, int64_t bytes)
+FileWriter::FileWriter(std::string path)
     : path_(std::move(path)), file_(::open(path_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666)) {
   if (!file_) fail();
-  const bool takes_room = bytes == 0 || ::fallocate(file_.get(), 0, 0, bytes) == 0;
-  // Not every file system can; then a full disk is noticed by the write.
-  if (!takes_room && errno != EOPNOTSUPP && errno != ENOSYS) fail();
 }
 
 void FileWriter::fail() const {

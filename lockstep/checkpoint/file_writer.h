@@ -13,9 +13,8 @@ namespace lockstep::detail {
 
 class FileWriter {
  public:
-  /// Makes the file, and takes its room on the disk at once: a full one is noticed before anything is written. Throws,
-  /// naming the file, if it cannot; as do the others.
-  FileWriter(std::string path, int64_t bytes);
+  /// Makes the file. Throws, naming it, if it cannot; as do the others.
+  explicit FileWriter(std::string path);
 
   void write(const std::string& bytes);
   /// A tensor's values, row by row; its checksum. `on_bytes` is told how many were written, now and then.

@@ -20,7 +20,7 @@ Loaded load(const std::string& path, const State& state, const LoadOptions& opti
     }
     reading->check();
     if (together.rank() == 0) progress.emplace("loading " + path, reading->bytes_to_read(), options.progress);
-    if (options.verify) reading->verify(progress ? &*progress : nullptr);
+    if (options.verify == Verify::kFirst) reading->verify();
   });
   together.all_do(what, [&] { reading->fill(progress ? &*progress : nullptr); });
   together.all_do(what, [&] { reading->finish(); });

@@ -3,8 +3,7 @@
 //
 //   const auto loaded = dcp::load("run/step-100", state);
 //
-// A rank reads only what it needs. Nothing is changed before everything was found to fit, on all ranks, and bytes to be
-// those that were written.
+// A rank reads only what it needs. Nothing is changed before everything was found to fit, on all ranks.
 #pragma once
 
 #include <functional>
@@ -18,6 +17,13 @@
 
 namespace lockstep::dcp {
 
+/// When bytes are compared with the checksums that were written with them. Files of others have none.
+enum class Verify {
+  kNever,
+  kWhileReading,  ///< which costs next to nothing; if they are others, a part of the state has been loaded by then
+  kFirst,         ///< before anything is changed; reads everything twice
+};
+
 struct LoadOptions {
   /// Whose ranks load together; null: the default group, or this process alone if there is none.
   GroupPtr process_group = nullptr;
@@ -26,8 +32,7 @@ struct LoadOptions {
   bool strict = true;
   /// Tensors of another dtype are cast; otherwise they are an error.
   bool casts = false;
-  /// Compares the bytes that are read with their checksums, where the checkpoint has any.
-  bool verify = true;
+  Verify verify = Verify::kWhileReading;
   /// What a name of the state is called in the checkpoint: given "model.head.weight".
   std::function<std::string(const std::string& name)> name_in_checkpoint = nullptr;
   /// Called on rank 0 with what it has read; by default a line on stderr if that is a terminal.
@@ -42,9 +47,8 @@ struct Loaded {
   std::vector<std::string> not_asked_for = {};
 };
 
-/// Collective and blocking. If something does not fit or cannot be read on one rank, all throw, and nothing has
-/// changed, but that meta tensors have got memory; unless the reason comes from an object that refuses at the very
-/// end.
+/// Collective and blocking. If something does not fit or is missing on one rank, all throw, and nothing has changed,
+/// but that meta tensors have got memory. If bytes cannot be read or are damaged, all throw; see Verify.
 Loaded load(const std::string& path, const State& state, const LoadOptions& options = {});
 
 }  // namespace lockstep::dcp

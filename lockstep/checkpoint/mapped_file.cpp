@@ -4,31 +4,47 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
 
-#include "lockstep/base/unique_fd.h"
-
 namespace lockstep::detail {
 
-MappedFile::MappedFile(const std::string& path, int64_t bytes) : bytes_(static_cast<std::size_t>(bytes)) {
-  const UniqueFd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+MappedFile::MappedFile(std::string path, int64_t bytes)
+    : path_(std::move(path)),
+      bytes_(static_cast<std::size_t>(bytes)),
+      file_(::open(path_.c_str(), O_RDONLY | O_CLOEXEC)) {
   struct stat about = {};
-  TORCH_CHECK(file && ::fstat(file.get(), &about) == 0, "[lockstep/checkpoint] cannot read ", path, ": ",
+  TORCH_CHECK(file_ && ::fstat(file_.get(), &about) == 0, "[lockstep/checkpoint] cannot read ", path_, ": ",
               std::strerror(errno));
   // Memory beyond the end of a file must not be touched.
-  TORCH_CHECK(about.st_size == bytes, "[lockstep/checkpoint] ", path, " has ", about.st_size,
+  TORCH_CHECK(about.st_size == bytes, "[lockstep/checkpoint] ", path_, " has ", about.st_size,
               " bytes, but was written with ", bytes);
-  if (bytes == 0) return;
-  void* mapped = ::mmap(nullptr, bytes_, PROT_READ, MAP_SHARED, file.get(), 0);
-  TORCH_CHECK(mapped != MAP_FAILED, "[lockstep/checkpoint] cannot map ", path, ": ", std::strerror(errno));
-  ::madvise(mapped, bytes_, MADV_WILLNEED);
-  begin_ = static_cast<const char*>(mapped);
 }
 
 MappedFile::~MappedFile() {
   if (begin_ != nullptr) ::munmap(const_cast<char*>(begin_), bytes_);
+}
+
+const char* MappedFile::begin() {
+  if (begin_ != nullptr || bytes_ == 0) return begin_;
+  void* mapped = ::mmap(nullptr, bytes_, PROT_READ, MAP_SHARED, file_.get(), 0);
+  TORCH_CHECK(mapped != MAP_FAILED, "[lockstep/checkpoint] cannot map ", path_, ": ", std::strerror(errno));
+  begin_ = static_cast<const char*>(mapped);
+  return begin_;
+}
+
+void MappedFile::read(int64_t begin, char* into, int64_t count) const {
+  while (count > 0) {
+    const auto done = ::pread(file_.get(), into, static_cast<std::size_t>(count), begin);
+    if (done < 0 && errno == EINTR) continue;
+    TORCH_CHECK(done > 0, "[lockstep/checkpoint] cannot read ", path_, ": ",
+                done < 0 ? std::strerror(errno) : "it was cut off meanwhile");
+    begin += done;
+    into += done;
+    count -= done;
+  }
 }
 
 }  // namespace lockstep::detail

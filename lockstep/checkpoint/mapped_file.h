@@ -1,24 +1,31 @@
-// A file as memory, to be read: only what is looked at is read from the disk. Internal to checkpoint.
+// A file of a checkpoint, to be read: in pieces into memory that is there, or as memory itself. Internal to checkpoint.
 #pragma once
 
 #include <cstdint>
 #include <string>
+
+#include "lockstep/base/unique_fd.h"
 
 namespace lockstep::detail {
 
 class MappedFile {
  public:
   /// Throws, naming the file, if it cannot be read or has another length.
-  MappedFile(const std::string& path, int64_t bytes);
+  MappedFile(std::string path, int64_t bytes);
   ~MappedFile();
   MappedFile(const MappedFile&) = delete;
   MappedFile& operator=(const MappedFile&) = delete;
 
-  const char* begin() const { return begin_; }
+  /// All of it as memory: only what is looked at is read from the disk.
+  const char* begin();
+  /// Bytes [begin, begin + count), copied. Throws, naming the file, if it has been cut off since.
+  void read(int64_t begin, char* into, int64_t count) const;
 
  private:
+  const std::string path_;
+  const std::size_t bytes_;
+  UniqueFd file_;
   const char* begin_ = nullptr;
-  std::size_t bytes_ = 0;
 };
 
 }  // namespace lockstep::detail

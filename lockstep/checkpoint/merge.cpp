@@ -86,7 +86,7 @@ void merge(const std::string& from, const std::string& to, const MergeOptions& o
   const lockstep::detail::NewFolder folder(to);
   for (auto& file : files) {
     const auto header = lockstep::detail::laid_out_header(file.entries, {{"format", "pt"}});
-    lockstep::detail::FileWriter writer(folder.file(file.name), file.entries.back().end);
+    lockstep::detail::FileWriter writer(folder.file(file.name));
     writer.write(header);
     for (const auto& source : file.sources) {
       const auto& stored = catalog.tensors.at(source);

@@ -10,6 +10,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "lockstep/base/str.h"
 #include "lockstep/checkpoint/owned_pieces.h"
@@ -159,10 +160,11 @@ class OptimizerState : public Stateful {
     const auto parameters = lockstep::detail::stateful_parameters(module_, optimizer_);
     const auto groups = load_groups(in);
     auto dict = state_dict_of(optimizer_);
-    dict.state.clear();
+    const auto before = std::exchange(dict.state, {});
     std::vector<std::string> missing;
     for (std::size_t i = 0; i < parameters.size(); ++i) {
-      auto state = load_state(in, parameters[i]);
+      const auto own = before.find(static_cast<int64_t>(i));
+      auto state = load_state(in, parameters[i], own == before.end() ? NamedValues() : own->second);
       if (!state.empty()) {
         dict.state.emplace(static_cast<int64_t>(i), std::move(state));
       } else if (parameters[i].tensor.requires_grad()) {
@@ -192,18 +194,31 @@ class OptimizerState : public Stateful {
     }
   }
 
-  /// Tensors are filled later. Empty if it has none.
-  static NamedValues load_state(Incoming& in, const StatefulParameter& parameter) {
+  /// Tensors are filled later, those that the optimizer has in place: new memory costs more than reading does. Empty if
+  /// it has none.
+  static NamedValues load_state(Incoming& in, const StatefulParameter& parameter, const NamedValues& own) {
     NamedValues state;
     if (parameter.pieces.empty()) {
-      load_state(in, state, parameter, parameter.names, parameter.sizes());
+      load_state(in, state, parameter, own, parameter.names, parameter.sizes());
     } else {
-      for (const auto& piece : parameter.pieces) load_state(in, state, parameter, {piece.name}, piece.sizes);
+      for (const auto& piece : parameter.pieces) load_state(in, state, parameter, own, {piece.name}, piece.sizes);
     }
     return state;
   }
 
-  static void load_state(Incoming& in, NamedValues& state, const StatefulParameter& parameter,
+  /// The optimizer's own tensor, if it can hold what was saved; else a new one.
+  static at::Tensor memory_for(const std::string& slot, at::ScalarType dtype, const StatefulParameter& parameter,
+                               const NamedValues& own) {
+    const auto found = own.find(slot);
+    const bool fits = found != own.end() && has_sizes(found->second, parameter.tensor.sizes()) &&
+                      found->second.toTensor().scalar_type() == dtype &&
+                      found->second.toTensor().layout() == at::kStrided;
+    if (fits) return found->second.toTensor();
+    return at::empty_strided(parameter.tensor.sizes(), parameter.tensor.strides(),
+                             parameter.tensor.options().dtype(dtype).requires_grad(false));
+  }
+
+  static void load_state(Incoming& in, NamedValues& state, const StatefulParameter& parameter, const NamedValues& own,
                          const std::vector<std::string>& names, const std::vector<int64_t>& sizes) {
     const auto found = find_slots(in, names);
     if (!found) return;
@@ -218,9 +233,7 @@ class OptimizerState : public Stateful {
       auto local = state.find(slot);
       if (local == state.end()) {
         // All parts of a flat parameter go into one.
-        const auto memory = at::empty_strided(parameter.tensor.sizes(), parameter.tensor.strides(),
-                                              parameter.tensor.options().dtype(form->dtype).requires_grad(false));
-        local = state.emplace(slot, memory).first;
+        local = state.emplace(slot, memory_for(slot, form->dtype, parameter, own)).first;
       }
       for (auto& owned : lockstep::detail::owned_pieces(names.front(), parameter.tensor, local->second.toTensor(),
                                                         parameter.pieces)) {

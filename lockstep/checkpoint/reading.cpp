@@ -26,6 +26,16 @@ std::string listed(const std::vector<std::string>& names) {
   return text;
 }
 
+/// What stays in a core's cache between reading and the checksum.
+constexpr int64_t kChunkBytes = 1 << 18;
+
+/// Bytes of a piece, and where they belong.
+struct ByteRun {
+  int64_t begin;
+  int64_t end;
+  char* into;
+};
+
 bool belongs_to(const std::string& name, const std::string& entry) {
   return entry.empty() || name == entry || name.starts_with(entry + ".");
 }
@@ -147,16 +157,16 @@ void Reading::check() const {
               options_.strict ? ". LoadOptions::strict = false passes over what is missing or left." : "");
 }
 
-const char* Reading::bytes_of(const StoredPiece& piece) {
+MappedFile& Reading::file_of(const StoredPiece& piece) {
   auto& file = files_[piece.file];
   const auto& about = catalog_.files[piece.file];
   if (!file) file = std::make_unique<MappedFile>(catalog_.path_of(about), about.bytes);
-  return file->begin() + piece.begin;
+  return *file;
 }
 
 at::Tensor Reading::values_of(const StoredPiece& piece, const std::string& name, const StoredTensor& stored) {
   const auto dtype = stored.scalar_type(name);
-  const auto* bytes = bytes_of(piece);
+  const auto* bytes = file_of(piece).begin() + piece.begin;
   // Read only: whoever reads copies.
   const bool is_aligned = reinterpret_cast<std::uintptr_t>(bytes) % c10::elementSize(dtype) == 0;
   if (is_aligned) return at::from_blob(const_cast<char*>(bytes), piece.box.sizes, dtype);
@@ -166,11 +176,13 @@ at::Tensor Reading::values_of(const StoredPiece& piece, const std::string& name,
   return copy;
 }
 
-std::map<const StoredPiece*, const std::string*> Reading::pieces_to_read() const {
-  std::map<const StoredPiece*, const std::string*> pieces;
+std::map<const StoredPiece*, Reading::Wanted> Reading::wanted_pieces() const {
+  std::map<const StoredPiece*, Wanted> pieces;
   for (const auto& request : requests_) {
     for (const auto& piece : request.stored->pieces) {
-      if (intersection(piece.box, request.into.box)) pieces.emplace(&piece, request.name);
+      if (!intersection(piece.box, request.into.box)) continue;
+      auto& wanted = pieces.try_emplace(&piece, Wanted{request.name, request.stored, {}}).first->second;
+      wanted.into.push_back(&request.into);
     }
   }
   return pieces;
@@ -178,39 +190,88 @@ std::map<const StoredPiece*, const std::string*> Reading::pieces_to_read() const
 
 int64_t Reading::bytes_to_read() const {
   int64_t bytes = 0;
-  for (const auto& [piece, name] : pieces_to_read()) bytes += piece->bytes;
+  for (const auto& [piece, wanted] : wanted_pieces()) bytes += piece->bytes;
   return bytes;
+}
+
+void Reading::compare(uint32_t checksum, const std::string& name, const StoredPiece& piece) const {
+  TORCH_CHECK(!piece.checksum || checksum == *piece.checksum, "[lockstep/checkpoint] ",
+              catalog_.path_of(catalog_.files[piece.file]), " is damaged: the bytes of '", name, "', ", piece.bytes,
+              " at ", piece.begin, ", are not those that were written");
 }
 
 void Reading::check_checksum(const std::string& name, const StoredPiece& piece) {
   if (!piece.checksum) return;
-  const auto checksum = crc32c(0, bytes_of(piece), static_cast<std::size_t>(piece.bytes));
-  TORCH_CHECK(checksum == *piece.checksum, "[lockstep/checkpoint] ", catalog_.path_of(catalog_.files[piece.file]),
-              " is damaged: the bytes of '", name, "', ", piece.bytes, " at ", piece.begin,
-              ", are not those that were written");
+  compare(crc32c(0, file_of(piece).begin() + piece.begin, static_cast<std::size_t>(piece.bytes)), name, piece);
 }
 
-void Reading::verify(ProgressTeller* progress) {
-  for (const auto& [piece, name] : pieces_to_read()) {
-    check_checksum(*name, *piece);
-    if (progress != nullptr) progress->add(piece->bytes / 2);
+void Reading::verify() {
+  for (const auto& [piece, wanted] : wanted_pieces()) check_checksum(*wanted.name, *piece);
+}
+
+bool Reading::stream(const StoredPiece& piece, const Wanted& wanted) {
+  const auto dtype = wanted.stored->scalar_type(*wanted.name);
+  std::vector<ByteRun> runs;
+  for (const auto* into : wanted.into) {
+    const auto common = intersection(piece.box, into->box);
+    const auto values = box_in(into->values, into->box, *common);
+    if (values.scalar_type() != dtype || !values.is_cpu() || !values.is_contiguous()) return false;
+    const auto elements = run_in(*common, piece.box);
+    if (!elements) return false;
+    const auto item = static_cast<int64_t>(c10::elementSize(dtype));
+    runs.push_back({elements->begin * item, elements->end * item, static_cast<char*>(values.mutable_data_ptr())});
   }
+  std::sort(runs.begin(), runs.end(), [](const auto& one, const auto& other) { return one.begin < other.begin; });
+  int64_t end = 0;
+  for (const auto& run : runs) {
+    if (run.begin < end) return false;  // two want the same
+    end = run.end;
+  }
+  const bool compares = is_verified_now() && piece.checksum.has_value();
+  std::vector<char> passed_over;  // what is read for the checksum only
+  uint32_t checksum = 0;
+  const auto& file = file_of(piece);
+  const auto pass = [&](int64_t begin, int64_t until, char* into) {
+    for (; begin < until; begin += kChunkBytes) {
+      const auto count = std::min(kChunkBytes, until - begin);
+      if (into == nullptr) passed_over.resize(kChunkBytes);
+      auto* to = into == nullptr ? passed_over.data() : into;
+      file.read(piece.begin + begin, to, count);
+      if (compares) checksum = crc32c(checksum, to, static_cast<std::size_t>(count));
+      if (into != nullptr) into += count;
+    }
+  };
+  int64_t begin = 0;
+  for (const auto& run : runs) {
+    if (compares) pass(begin, run.begin, nullptr);
+    pass(run.begin, run.end, run.into);
+    begin = run.end;
+  }
+  if (!compares) return true;
+  pass(begin, piece.bytes, nullptr);
+  compare(checksum, *wanted.name, piece);
+  return true;
 }
 
-void Reading::read(const std::string& name, const StoredTensor& stored, const BoxedValues& into) {
-  for (const auto& piece : stored.pieces) {
-    const auto common = intersection(piece.box, into.box);
-    if (!common) continue;
-    const auto from = box_in(values_of(piece, name, stored), piece.box, *common);
-    box_in(into.values, into.box, *common).copy_(from);
+void Reading::read(const StoredPiece& piece, const Wanted& wanted) {
+  if (stream(piece, wanted)) return;
+  if (is_verified_now()) check_checksum(*wanted.name, piece);
+  const auto values = values_of(piece, *wanted.name, *wanted.stored);
+  for (const auto* into : wanted.into) {
+    const auto common = intersection(piece.box, into->box);
+    box_in(into->values, into->box, *common).copy_(box_in(values, piece.box, *common));
   }
 }
 
 void Reading::fill(ProgressTeller* progress) {
   const at::NoGradGuard no_grad;
+  // What is read in place is a write like any other: FSDP and saved tensors look at versions.
   for (const auto& request : requests_) {
-    read(*request.name, *request.stored, request.into);
-    if (progress != nullptr) progress->add(static_cast<int64_t>(request.into.values.nbytes()) / 2);
+    if (!request.into.values.is_inference()) request.into.values.unsafeGetTensorImpl()->bump_version();
+  }
+  for (const auto& [piece, wanted] : wanted_pieces()) {
+    read(*piece, wanted);
+    if (progress != nullptr) progress->add(piece->bytes);
   }
 }
 
@@ -219,13 +280,14 @@ void Reading::read_now(const std::string& name, const std::vector<BoxedValues>& 
   const auto full = full_name(name);
   const auto* stored = find(full);
   TORCH_CHECK(stored != nullptr, "[lockstep/checkpoint] it lacks ", full);
-  for (const auto& each : into) {
-    if (options_.verify) {
-      for (const auto& piece : stored->pieces) {
-        if (intersection(piece.box, each.box)) check_checksum(full, piece);
-      }
+  for (const auto& piece : stored->pieces) {
+    Wanted wanted{&full, stored, {}};
+    for (const auto& each : into) {
+      if (intersection(piece.box, each.box)) wanted.into.push_back(&each);
     }
-    read(full, *stored, each);
+    if (wanted.into.empty()) continue;
+    if (options_.verify == dcp::Verify::kFirst) check_checksum(full, piece);
+    read(piece, wanted);
   }
 }
 

@@ -23,7 +23,7 @@ class Reading : public dcp::Incoming {
   /// After everything was asked for: throws if it does not fit.
   void check() const;
   /// Throws, naming file and tensor, if bytes that will be read are not those that were written.
-  void verify(ProgressTeller* progress);
+  void verify();
   void fill(ProgressTeller* progress);
   void finish();
 
@@ -53,16 +53,26 @@ class Reading : public dcp::Incoming {
     const StoredTensor* stored;
     BoxedValues into;
   };
+  /// A piece that is read, and for whom.
+  struct Wanted {
+    const std::string* name;
+    const StoredTensor* stored;
+    std::vector<const BoxedValues*> into;
+  };
 
   std::string full_name(const std::string& name) const;
   const StoredTensor* find(const std::string& full_name) const;
-  const char* bytes_of(const StoredPiece& piece);
+  MappedFile& file_of(const StoredPiece& piece);
   /// All values of a piece, as they lie in the file.
   at::Tensor values_of(const StoredPiece& piece, const std::string& name, const StoredTensor& stored);
-  void read(const std::string& name, const StoredTensor& stored, const BoxedValues& into);
+  /// Those that it has of what is wanted.
+  void read(const StoredPiece& piece, const Wanted& wanted);
+  /// The same in one pass, if both sides are runs of bytes; false if they are not.
+  bool stream(const StoredPiece& piece, const Wanted& wanted);
+  bool is_verified_now() const { return options_.verify == dcp::Verify::kWhileReading; }
   void check_checksum(const std::string& name, const StoredPiece& piece);
-  /// Each piece once.
-  std::map<const StoredPiece*, const std::string*> pieces_to_read() const;
+  void compare(uint32_t checksum, const std::string& name, const StoredPiece& piece) const;
+  std::map<const StoredPiece*, Wanted> wanted_pieces() const;
   std::vector<std::string> not_asked_for() const;
 
   // Fixed after construction.
@@ -76,7 +86,7 @@ class Reading : public dcp::Incoming {
   std::vector<std::string> entries_;
   std::vector<Request> requests_;
   std::vector<std::pair<std::string, std::function<void()>>> actions_;  // with the entries they are of
-  std::set<std::string> asked_;  // full names, as are the others
+  std::set<std::string> asked_;                                         // full names, as are the others
   std::vector<std::string> missing_;
   std::vector<std::string> problems_;
 };

@@ -110,7 +110,7 @@ std::string SaveJob::write_files() {
     if (file.rank != rank_) continue;
     const auto bytes = plan_.catalog.files[i].bytes;
     step("write", file.name, bytes, [&] {
-      FileWriter writer(folder_->file(file.name), bytes);
+      FileWriter writer(folder_->file(file.name));
       writer.write(file.header);
       for (std::size_t piece = 0; piece < file.pieces.size(); ++piece) {
         checksums.push_back(writer.write(values_[next++], [&](int64_t count) {

@@ -46,7 +46,7 @@ std::vector<std::string> verify(const std::string& path, const ProgressFunction&
     const auto file = catalog->path_of(catalog->files[i]);
     attempt([&] {
       lockstep::detail::read_safetensors_header(file);
-      const lockstep::detail::MappedFile mapped(file, catalog->files[i].bytes);
+      lockstep::detail::MappedFile mapped(file, catalog->files[i].bytes);
       for (const auto& [begin, named] : files[i]) {
         const auto& [name, piece] = named;
         teller.add(piece->bytes);

@@ -76,6 +76,18 @@ at::Tensor box_in(const at::Tensor& tensor, const Box& outer, const Box& inner) 
   return view;
 }
 
+std::optional<ElementRange> run_in(const Box& inner, const Box& outer) {
+  // Dims after the first that has several indices must be whole.
+  bool must_be_whole = false;
+  int64_t begin = 0;
+  for (std::size_t dim = 0; dim < inner.sizes.size(); ++dim) {
+    if (must_be_whole && inner.sizes[dim] != outer.sizes[dim]) return std::nullopt;
+    must_be_whole = must_be_whole || inner.sizes[dim] != 1;
+    begin = begin * outer.sizes[dim] + inner.offsets[dim] - outer.offsets[dim];
+  }
+  return ElementRange{begin, begin + inner.numel()};
+}
+
 std::vector<Box> boxes_of_run(const ElementRange& run, const std::vector<int64_t>& sizes) {
   std::vector<Box> boxes;
   add_boxes(boxes, {}, run, sizes);

@@ -32,6 +32,9 @@ std::optional<Box> intersection(const Box& one, const Box& other);
 /// A view of `inner`'s elements in `tensor`, which holds those of `outer`. REQUIRES: `inner` lies in `outer`.
 at::Tensor box_in(const at::Tensor& tensor, const Box& outer, const Box& inner);
 
+/// Where `inner` lies in `outer`, counted row by row, if it is one run there. REQUIRES: `inner` lies in `outer`.
+std::optional<ElementRange> run_in(const Box& inner, const Box& outer);
+
 /// Elements [run.begin, run.end) of a tensor of `sizes`, counted row by row, as boxes in the same order: as few as
 /// there can be, at most two per dim.
 std::vector<Box> boxes_of_run(const ElementRange& run, const std::vector<int64_t>& sizes);

@@ -197,7 +197,7 @@ TEST(CheckpointLoad, NamesWhatIsMissingExtraAndOfOtherSizes) {
   dcp::load(folder.file("linear"), dcp::State().add("x", model), renamed);
 }
 
-TEST(CheckpointLoad, NoticesDamageBeforeItChangesAnything) {
+TEST(CheckpointLoad, NoticesDamage) {
   const testing::TempDir folder;
   const auto path = folder.file("x");
   Values one(1);
@@ -212,6 +212,9 @@ TEST(CheckpointLoad, NoticesDamageBeforeItChangesAnything) {
   ASSERT_EQ(dcp::verify(path).size(), 1);
   Values loaded(7);
   expect_error([&] { dcp::load(path, state_of(loaded)); }, {file + " is damaged", "'values."});
+  loaded = Values(7);
+  expect_error([&] { dcp::load(path, state_of(loaded), {.verify = dcp::Verify::kFirst}); },
+               {file + " is damaged", "'values."});
   loaded.expect(7);
   std::filesystem::resize_file(file, std::filesystem::file_size(file) - 1);
   expect_error([&] { dcp::load(path, state_of(loaded)); }, {file, "but was written with"});
