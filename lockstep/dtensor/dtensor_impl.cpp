@@ -48,6 +48,7 @@ DTensorImpl::DTensorImpl(at::Tensor local, LayoutPtr layout, at::IntArrayRef str
       layout_(std::move(layout)) {
   set_sizes_and_strides(layout_->sizes(), strides);
   set_storage_access_should_throw();
+  set_custom_device(local_.is_meta());
   // For all who want its memory: libtorch's operator<< comes to it with no operator that we could answer.
   extra_meta_ = std::make_unique<c10::ExtraMeta>();
   extra_meta_->custom_data_ptr_error_msg_ = kNoMemory;

@@ -72,6 +72,10 @@ class DTensorImpl final : public RuledTensorImpl {
   void release_resources() override;
   void shallow_copy_from(const c10::intrusive_ptr<TensorImpl>& impl) override;
 
+ protected:
+  /// Of one whose local tensor had no memory at first, and may have some by now.
+  c10::Device device_custom() const override { return local_.defined() ? local_.device() : device_default(); }
+
  private:
   const char* tensorimpl_type_name() const override { return "lockstep::DTensor"; }
 

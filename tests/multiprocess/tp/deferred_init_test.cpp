@@ -43,6 +43,7 @@ LOCKSTEP_PROCESS_TEST(TpDeferredInit, PartsAreThoseOfAnOrdinaryBuild, 2) {
   auto whole = built_from_seed(build, 1);
   auto model = divided_without_memory(mesh);
   materialize_module(*model);
+  EXPECT_TRUE(model->in->weight.is_cpu());  // also of what it computes with
   expect_computes_alike(model, whole);
   expect_parts(*model, *whole);
 }
