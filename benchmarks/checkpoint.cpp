@@ -140,6 +140,20 @@ void run_rank(const Settings& settings) {
   }
 }
 
+/// Also what a peer that failed has left there.
+struct OwnFolder {
+  explicit OwnFolder(const std::string& above) : path(str(above, "/lockstep-bench-", ::getpid())) {
+    std::filesystem::create_directory(path);
+  }
+  ~OwnFolder() {
+    std::error_code ignored;
+    std::filesystem::remove_all(path, ignored);
+  }
+  OwnFolder(const OwnFolder&) = delete;
+  OwnFolder& operator=(const OwnFolder&) = delete;
+  const std::string path;
+};
+
 using Figures = std::map<std::string, Samples>;
 
 void take(Figures& figures, std::string_view line) {
@@ -189,9 +203,10 @@ void measure(Report& report, const std::string& size, Settings settings, int rou
   const auto folder = settings.path;
   for (int round = 0; round < rounds; ++round) {
     show_progress(str(size, ", round ", round + 1, " of ", rounds));
-    settings.path = str(folder, "/lockstep-bench-", ::getpid());
+    const OwnFolder own(folder);
+    settings.path = own.path + "/ours";
     for (const auto& [what, samples] : ours(settings)) mine[what].push_back(figure_of(samples).value);
-    settings.path += "-python";
+    settings.path = own.path + "/pythons";
     for (const auto& [what, samples] : pythons(settings)) theirs[what].push_back(figure_of(samples).value);
   }
   clear_progress();

@@ -1,6 +1,12 @@
 // Everything a training program needs. Library code and tests include the parts they use.
 #pragma once
 
+#include "lockstep/checkpoint/load.h"
+#include "lockstep/checkpoint/manager.h"
+#include "lockstep/checkpoint/merge.h"
+#include "lockstep/checkpoint/save.h"
+#include "lockstep/checkpoint/verify.h"
+#include "lockstep/checkpoint/weights.h"
 #include "lockstep/checkpointing/checkpoint.h"
 #include "lockstep/checkpointing/checkpointed.h"
 #include "lockstep/checkpointing/saved_tensors_hooks.h"

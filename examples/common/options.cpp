@@ -55,6 +55,13 @@ void add_options(CLI::App& app, TrainingOptions& options) {
   app.add_option("--progress", options.progress, "bar redraws one line; auto: bar on a terminal, else lines")
       ->check(CLI::IsMember({"auto", "bar", "lines", "none"}));
   app.add_option("--losses", options.losses, "write the loss of every report to this file, all digits of it");
+  app.add_option("--checkpoint", options.checkpoint,
+                 "save to this folder while training goes on, and go on from what is there, with any number of ranks "
+                 "and any --parallel");
+  app.add_option("--checkpoint-every", options.checkpoint_every, "steps between saves")
+      ->check(CLI::Range(1, 1'000'000));
+  app.add_option("--die-at", options.die_at, "to see that: the last rank kills itself before this step")
+      ->check(CLI::Range(0, 1'000'000));
 }
 
 bool parse(CLI::App& app, TrainingOptions& options, int argc, char** argv, int& exit_code) {

@@ -22,7 +22,10 @@ struct TrainingOptions {
   std::string precision = "float32";
   int64_t seed = 1;
   std::string progress = "auto";
-  std::string losses = "";  // a file
+  std::string losses = "";      // a file
+  std::string checkpoint = "";  // a folder
+  int64_t checkpoint_every = 100;
+  int64_t die_at = 0;  // a step; 0 for none
 
   bool is_sharded() const { return parallel == "fsdp" || parallel == "hybrid" || parallel == "fsdp+tp"; }
 };

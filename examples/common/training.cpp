@@ -5,8 +5,11 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <csignal>
+#include <cstdio>
 #include <fstream>
 #include <numbers>
+#include <optional>
 
 namespace lockstep::examples {
 namespace {
@@ -32,6 +35,16 @@ Progress Training::run() {
   const auto begin = std::chrono::steady_clock::now();
   const auto report_every = std::max<int64_t>(1, options_.steps / kReports);
   Progress progress{.steps = options_.steps};
+  dcp::State state;
+  state.add("model", *model_).add("optimizer", strategy_->optimizer(), *model_).add("batches", generator);
+  std::optional<dcp::CheckpointManager> checkpoints;
+  if (!options_.checkpoint.empty()) {
+    checkpoints.emplace(options_.checkpoint,
+                        dcp::CheckpointManagerOptions{.every = options_.checkpoint_every, .asynchronous = true});
+    progress.step = checkpoints->resume(state).value_or(0);
+    if (speaks && progress.step > 0) std::printf("goes on from %s\n", checkpoints->path_of(progress.step).c_str());
+  }
+  const auto first_step = progress.step;
   auto loss_sum = at::zeros({}, world_.device());
   int64_t rows = 0;
   double hidden_sum = 0;
@@ -39,7 +52,9 @@ Progress Training::run() {
   while (progress.step < options_.steps) {
     const auto batch = corpus_.training_batch(my_rows(corpus_.random_starts(options_.batch_size, generator)));
     set_learning_rate(progress.step++);
+    if (progress.step == options_.die_at && world_.rank() + 1 == world_.world_size()) ::raise(SIGKILL);
     loss_sum += take_step(batch) * batch.input.size(0);
+    if (checkpoints) checkpoints->save_if_due(progress.step, state);
     rows += batch.input.size(0);
     if (const auto share = strategy_->hidden_share()) {
       hidden_sum += *share;
@@ -49,13 +64,14 @@ Progress Training::run() {
     progress.loss = mean_over_ranks(loss_sum, rows);
     progress.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
     progress.tokens_per_second =
-        static_cast<double>(progress.step * options_.batch_size * corpus_.context()) / progress.seconds;
+        static_cast<double>((progress.step - first_step) * options_.batch_size * corpus_.context()) / progress.seconds;
     if (hidden_steps > 0) progress.hidden = hidden_sum / static_cast<double>(hidden_steps);
     bar.show(progress);
-    losses << progress.step << ' ' << std::hexfloat << progress.loss << '\n';
+    losses << progress.step << ' ' << std::hexfloat << progress.loss << std::endl;  // even if this is the last step
     loss_sum.zero_();
     rows = 0;
   }
+  if (checkpoints) checkpoints->wait();
   return progress;
 }
 

@@ -21,8 +21,8 @@ class Training {
   /// Collective.
   Training(const World& world, const TrainingOptions& options, const Corpus& corpus, const Divisible& divisible);
 
-  /// All steps, while rank 0 shows how far they are and writes losses where the options say. Returns the last report,
-  /// the same on all ranks. Collective.
+  /// All steps, or those that a checkpoint leaves to be done, while rank 0 shows how far they are and writes losses
+  /// where the options say. Returns the last report, the same on all ranks. Collective.
   Progress run();
 
   /// Mean loss per token on text that is not trained on. Collective.

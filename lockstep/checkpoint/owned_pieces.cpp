@@ -1,5 +1,7 @@
 #include "lockstep/checkpoint/owned_pieces.h"
 
+#include <c10/util/Exception.h>
+
 #include "lockstep/shard/layout_of.h"
 
 namespace lockstep::detail {
@@ -44,6 +46,9 @@ std::vector<int64_t> whole_sizes(const at::Tensor& parameter) {
 std::vector<OwnedPieces> owned_pieces(const std::string& name, const at::Tensor& parameter, const at::Tensor& local,
                                       const std::vector<FlatPiece>& flat) {
   const auto layout = layout_of(parameter);
+  TORCH_CHECK(!layout || !layout->has_partial(), "[lockstep/checkpoint] '", name, "' is ",
+              layout ? to_string(layout->placements()) : "",
+              ": sums that are not reduced yet cannot be saved or loaded");
   if (!layout) {
     const auto sizes = local.sizes().vec();
     return {{.name = name, .sizes = sizes, .pieces = {{.box = whole_box(sizes), .values = local}}}};

@@ -119,6 +119,14 @@ StatefulPtr stateful(at::Tensor& tensor) {
   return made([&tensor](Outgoing& out) { out.tensor("", tensor); }, [&tensor](Incoming& in) { in.tensor("", tensor); });
 }
 
+StatefulPtr stateful(at::Generator& generator) {
+  return made([&generator](Outgoing& out) { out.tensor("", generator.get_state()); },
+              [&generator](Incoming& in) {
+                const auto state = in.tensor("");
+                if (state.defined()) in.then([&generator, state] { generator.set_state(state); });
+              });
+}
+
 StatefulPtr stateful(GradScaler& scaler) {
   return numbers(scaler);
 }

@@ -12,6 +12,8 @@
 // that makes one.
 #pragma once
 
+#include <ATen/core/Generator.h>
+
 #include <concepts>
 #include <memory>
 #include <string>
@@ -60,6 +62,8 @@ StatefulPtr stateful(double& value);
 StatefulPtr stateful(std::string& bytes);
 /// Of the first rank; loaded into the tensor, which has to fit.
 StatefulPtr stateful(at::Tensor& tensor);
+/// One that all ranks draw from alike. For the default ones see random_state().
+StatefulPtr stateful(at::Generator& generator);
 inline StatefulPtr stateful(Stateful& object) {
   return {std::shared_ptr<Stateful>(), &object};
 }
