@@ -1,7 +1,7 @@
 # A run that is stopped, once in the middle of an epoch and once between two, goes on as if it had not been: all losses have the same bits.
 set(ENV{OMP_NUM_THREADS} 1)
 function(train name)
-  execute_process(COMMAND "${RUN}" -n 2 --timeout 110s "${PROGRAM}" --checkpoint "${OUTPUT}/${name}.pt" --losses "${OUTPUT}/${name}.txt" ${ARGN}
+  execute_process(COMMAND "${RUN}" -n 2 --timeout 110s "${PROGRAM}" --checkpoint "${OUTPUT}/${name}" --losses "${OUTPUT}/${name}.txt" ${ARGN}
     OUTPUT_QUIET COMMAND_ERROR_IS_FATAL ANY)
   file(STRINGS "${OUTPUT}/${name}.txt" lines)
   set(${name} "${lines}" PARENT_SCOPE)

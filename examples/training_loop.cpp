@@ -1,6 +1,6 @@
 // A whole training program: samples divided among ranks, warm-up and cosine, gradient accumulation, clipping, bfloat16
 // by autocast, uneven inputs, and a checkpoint from which it goes on in the middle of an epoch.
-//   lockstep-run -n 2 build/examples/training_loop --checkpoint run.pt [--stop-after STEPS] [--losses FILE]
+//   lockstep-run -n 2 build/examples/training_loop --checkpoint run [--stop-after STEPS] [--losses FILE]
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
 
@@ -8,7 +8,6 @@
 #include <exception>
 #include <fstream>
 #include <limits>
-#include <stdexcept>
 #include <string>
 
 namespace {
@@ -119,48 +118,20 @@ class Training {
     std::ofstream(settings_.losses, std::ios::app) << text;
   }
 
-  /// By rank 0 alone: all ranks have the same.
-  void save() const {
-    if (settings_.checkpoint.empty() || world_.rank() != 0) return;
-    torch::serialize::OutputArchive all;
-    torch::serialize::OutputArchive model;
-    torch::serialize::OutputArchive optimizer;
-    net_->save(model);
-    optimizer_.save(optimizer);
-    all.write("model", model);
-    all.write("optimizer", optimizer);
-    for (const auto& [name, value] : schedule_.state_dict()) all.write("schedule." + name, c10::IValue(value));
-    all.write("epoch", c10::IValue(progress_.epoch));
-    all.write("step", c10::IValue(progress_.step));
-    // Whole or not at all, even if the job ends meanwhile.
-    const auto unfinished = settings_.checkpoint + ".part";
-    all.save_to(unfinished);
-    if (std::rename(unfinished.c_str(), settings_.checkpoint.c_str()) != 0) {
-      throw std::runtime_error("cannot write " + settings_.checkpoint);
-    }
+  /// Everything that the next run needs. Ranks may be more or fewer then.
+  lockstep::dcp::State state() {
+    lockstep::dcp::State state;
+    state.add("model", ddp_).add("optimizer", optimizer_, net_).add("schedule", schedule_);
+    state.add("epoch", progress_.epoch).add("step", progress_.step);
+    return state;
   }
-
-  /// By every rank, if there is one.
+  void save() {
+    if (!settings_.checkpoint.empty()) lockstep::dcp::save(settings_.checkpoint, state());
+  }
+  /// If there is one.
   void load() {
-    if (settings_.checkpoint.empty() || !std::ifstream(settings_.checkpoint)) return;
-    torch::serialize::InputArchive all;
-    torch::serialize::InputArchive model;
-    torch::serialize::InputArchive optimizer;
-    all.load_from(settings_.checkpoint, world_.device());
-    all.read("model", model);
-    all.read("optimizer", optimizer);
-    net_->load(model);
-    optimizer_.load(optimizer);
-    auto schedule = schedule_.state_dict();
-    for (auto& [name, value] : schedule) value = read(all, "schedule." + name).toDouble();
-    schedule_.load_state_dict(schedule);
-    progress_ = {.epoch = read(all, "epoch").toInt(), .step = read(all, "step").toInt()};
-  }
-
-  static c10::IValue read(torch::serialize::InputArchive& archive, const std::string& name) {
-    c10::IValue value;
-    archive.read(name, value);
-    return value;
+    if (settings_.checkpoint.empty() || !std::ifstream(settings_.checkpoint + "/lockstep.json")) return;
+    lockstep::dcp::load(settings_.checkpoint, state());
   }
 
   /// Of the rank that has the most samples.
