@@ -34,6 +34,16 @@ void add_rows(Report& report, const std::string& model, int world, const Measure
   };
   add({.case_name = "optimizer step", .metric = "ms"}, measured.at("optimizer-step"));
   add({.case_name = "step", .metric = "ms"}, measured.at("step"));
+  if (world > 1) {
+    const auto& figures = measured.at("steps-in-a-row");
+    add_peer_rows(report,
+                  {.case_name = str("step ", model, " overlapped world ", world),
+                   .metric = "ms",
+                   .ours = "overlapped",
+                   .peers = {"blocking"},
+                   .scale = 1.0 / kStepsInARow},
+                  {{"overlapped", figures.at("lockstep-overlapped")}, {"blocking", figures.at("lockstep-parameters")}});
+  }
   add({.case_name = "state bytes", .metric = "MiB", .peers = {"ideal"}, .goals = {{"ideal", 0.98}}, .scale = 1 / kMiB},
       counted_by_ours(measured, {{"state", "lockstep"}, {"even-share", "ideal"}}));
   add({.case_name = "state bytes", .metric = "MiB", .scale = 1 / kMiB}, measured.at("state"));
@@ -53,15 +63,16 @@ void add_rows(Report& report, const std::string& model, int world, const Measure
 
 int main(int argc, char** argv) {
   using namespace lockstep::bench;
-  return training_main(argc, argv,
-                       {.name = "zero",
-                        .description = "AdamW with its state divided among ranks, beside Python's and beside one that "
-                                       "is not divided",
-                        .contenders = {"lockstep", "lockstep-parameters", "lockstep-gradients", "torch-adamw"},
-                        .python_contenders = {"python-zero", "python-zero-views"},
-                        .alone = {"lockstep", "lockstep-parameters", "lockstep-gradients", "torch-adamw", "python-zero",
-                                  "python-zero-views"},
-                        .python_peer = LOCKSTEP_BENCH_PYTHON_PEER,
-                        .make = make_contender,
-                        .add_rows = add_rows});
+  return training_main(
+      argc, argv,
+      {.name = "zero",
+       .description = "AdamW with its state divided among ranks, beside Python's and beside one that "
+                      "is not divided",
+       .contenders = {"lockstep", "lockstep-parameters", "lockstep-gradients", "lockstep-overlapped", "torch-adamw"},
+       .python_contenders = {"python-zero", "python-zero-views"},
+       .alone = {"lockstep", "lockstep-parameters", "lockstep-gradients", "torch-adamw", "python-zero",
+                 "python-zero-views"},
+       .python_peer = LOCKSTEP_BENCH_PYTHON_PEER,
+       .make = make_contender,
+       .add_rows = add_rows});
 }

@@ -52,6 +52,11 @@ Bytes bytes_of(const torch::optim::AdamW& optimizer) {
   return bytes;
 }
 
+void wait_for_parameters(Zero& optimizer) {
+  optimizer.wait_for_parameters();
+}
+void wait_for_parameters(torch::optim::AdamW& /*optimizer*/) {}
+
 using Ddp = DistributedDataParallel<std::shared_ptr<Trainable>>;
 
 template <class Optimizer>
@@ -68,9 +73,14 @@ Contender made(const std::string& name, const Workload& workload, const World& w
     backward();
     step();
   };
-  return {.name = name, .timed = {{"step", both}, {"optimizer-step", step, backward}}, .bytes = [optimizer] {
-            return bytes_of(*optimizer);
-          }};
+  const auto in_a_row = [both, optimizer] {
+    for (int i = 0; i < kStepsInARow; ++i) both();
+    wait_for_parameters(*optimizer);
+  };
+  std::vector<TimedWork> timed = {{"steps-in-a-row", in_a_row}};
+  // Turns of others would come while its parameters are on their way.
+  if (name != "lockstep-overlapped") timed.insert(timed.end(), {{"step", both}, {"optimizer-step", step, backward}});
+  return {.name = name, .timed = timed, .bytes = [optimizer] { return bytes_of(*optimizer); }};
 }
 
 }  // namespace
@@ -84,6 +94,8 @@ Contender make_contender(const std::string& name, const Case& which, const World
   ZeroOptions options;
   if (name == "lockstep") {
     options.partition = ZeroPartition::kElements;
+  } else if (name == "lockstep-overlapped") {
+    options.overlap_parameter_sync = true;
   } else if (name == "lockstep-gradients") {
     options.stage = ZeroStage::kGradients;
   } else {

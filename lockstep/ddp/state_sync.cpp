@@ -17,6 +17,7 @@ struct Chunk {
   std::vector<at::Tensor> tensors;
   at::Tensor flat;
   Pending pending;
+  bool is_in_place = false;  // flat is the only tensor itself
 };
 
 std::vector<Chunk> chunks_of(const std::vector<at::Tensor>& tensors, std::size_t chunk_bytes) {
@@ -56,7 +57,8 @@ at::Tensor as_run(const at::Tensor& tensor) {
 
 void start(Chunk& chunk, const GroupPtr& group, int source) {
   if (chunk.tensors.size() == 1 && chunk.tensors[0].is_contiguous()) {
-    chunk.flat = chunk.tensors[0];
+    chunk.flat = chunk.tensors[0].detach();  // by an operator: who answers for its memory is asked
+    chunk.is_in_place = true;
   } else {
     int64_t total = 0;
     for (const auto& tensor : chunk.tensors) total += tensor.numel();
@@ -74,7 +76,7 @@ void start(Chunk& chunk, const GroupPtr& group, int source) {
 
 void finish(Chunk& chunk, const GroupPtr& group, int source) {
   chunk.pending.wait();
-  if (group->getRank() == source || chunk.flat.is_same(chunk.tensors[0])) return;
+  if (group->getRank() == source || chunk.is_in_place) return;
   int64_t at = 0;
   for (const auto& tensor : chunk.tensors) {
     const auto part = chunk.flat.narrow(0, at, tensor.numel());

@@ -2,6 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/util/Exception.h>
 
 namespace lockstep::detail {
@@ -32,6 +33,12 @@ std::vector<int64_t> memory_order_of(const at::Tensor& parameter) {
 at::Tensor unflattened_like(const at::Tensor& row, const at::Tensor& parameter) {
   if (!parameter.is_non_overlapping_and_dense()) return row.view(parameter.sizes());
   return row.as_strided(parameter.sizes(), parameter.strides(), row.storage_offset());
+}
+
+at::Tensor with_own_storage(const at::Tensor& tensor) {
+  return at::from_blob(
+      tensor.mutable_data_ptr(), tensor.sizes(), tensor.strides(), [storage = tensor.storage()](void*) {},
+      tensor.options().requires_grad(false));
 }
 
 at::Tensor part_of(const at::Tensor& row, const ElementRange& elements) {

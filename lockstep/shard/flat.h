@@ -21,6 +21,10 @@ at::Tensor unflattened_like(const at::Tensor& row, const at::Tensor& parameter);
 /// The parameter's own memory as one row, a view; undefined if it has gaps.
 at::Tensor row_of(const at::Tensor& parameter);
 
+/// The same memory, which it keeps, as a tensor with a storage of its own: owners and marks of `tensor`'s storage do
+/// not know it.
+at::Tensor with_own_storage(const at::Tensor& tensor);
+
 /// Some elements of a row, as an alias that autograd does not track as a view: it may become a leaf of its own.
 at::Tensor part_of(const at::Tensor& row, const ElementRange& elements);
 

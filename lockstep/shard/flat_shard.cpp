@@ -47,7 +47,7 @@ FlatShard::FlatShard(FlatLayout layout, int rank, std::vector<at::Tensor> parame
     const auto place = place_of(i);
     place.copy_(parameters_[i].detach());
     if (memory_ == FlatMemory::kOwn) continue;
-    parameters_[i].set_data(place);
+    set_data(i, place);
     forms_.push_back({place.sizes().vec(), place.strides().vec()});
   }
 }
@@ -86,17 +86,22 @@ void FlatShard::take_back(std::size_t index) const {
   const auto& [sizes, strides] = forms_[index];
   const auto place = buffer_.as_strided(sizes, strides, buffer_.storage_offset() + layout_.range_of(index).begin);
   place.copy_(parameters_[index].detach());
-  parameters_[index].set_data(place);
+  set_data(index, place);
+}
+
+void FlatShard::set_data(std::size_t index, const at::Tensor& place) const {
+  const bool has_own_storage = memory_ == FlatMemory::kStorages && place.numel() > 0;
+  parameters_[index].set_data(has_own_storage ? with_own_storage(place) : place);
 }
 
 void FlatShard::pack() const {
-  if (memory_ == FlatMemory::kViews) return;
+  if (memory_ != FlatMemory::kOwn) return;
   const at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < parameters_.size(); ++i) place_of(i).copy_(parameters_[i].detach());
 }
 
 void FlatShard::unpack() const {
-  if (memory_ == FlatMemory::kViews) return;
+  if (memory_ != FlatMemory::kOwn) return;
   const at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < parameters_.size(); ++i) parameters_[i].detach().copy_(place_of(i));
 }

@@ -12,8 +12,9 @@
 namespace lockstep::detail {
 
 enum class FlatMemory {
-  kViews,  // the parameters become views of the buffer: what arrives in it is in them
-  kOwn,    // the parameters keep their memory; pack() and unpack() move values
+  kViews,     // the parameters become views of the buffer: what arrives in it is in them
+  kStorages,  // as kViews, but each has a storage of its own, over the same memory
+  kOwn,       // the parameters keep their memory; pack() and unpack() move values
 };
 
 /// The layout of these parameters, in their order.
@@ -57,6 +58,8 @@ class FlatShard {
   int64_t bytes() const { return buffer_.defined() ? static_cast<int64_t>(buffer_.nbytes()) : 0; }
 
  private:
+  void set_data(std::size_t index, const at::Tensor& place) const;
+
   struct Form {
     std::vector<int64_t> sizes;
     std::vector<int64_t> strides;

@@ -30,17 +30,17 @@ std::vector<PerRank> by_dtype(const PerRank& per_rank) {
 
 }  // namespace
 
-BucketViews::BucketViews(const DeviceParameters& parameters, const GroupPtr& group) {
+BucketViews::BucketViews(const DeviceParameters& parameters, const GroupPtr& group, FlatMemory memory) {
   for (const auto& [device, per_rank] : parameters) {
     for (const auto& of_dtype : by_dtype(per_rank)) {
       auto& buckets = buckets_.emplace_back();
-      for (const auto& each : of_dtype) buckets.push_back(made_bucket(each, device, group));
+      for (const auto& each : of_dtype) buckets.push_back(made_bucket(each, device, group, memory));
     }
   }
 }
 
 at::Tensor BucketViews::made_bucket(const std::vector<at::Tensor>& parameters, c10::Device device,
-                                    const GroupPtr& group) {
+                                    const GroupPtr& group, FlatMemory memory) {
   std::vector<at::Tensor> trainable;
   int64_t total = 0;
   for (const auto& parameter : parameters) {
@@ -53,16 +53,21 @@ at::Tensor BucketViews::made_bucket(const std::vector<at::Tensor>& parameters, c
     }
   }
   if (total == 0) return at::zeros({1}, at::TensorOptions(at::kFloat).device(device));
-  flat_.emplace_back(flat_layout_of(trainable, /*world_size=*/1), /*rank=*/0, trainable, group, FlatMemory::kViews);
+  flat_.emplace_back(flat_layout_of(trainable, /*world_size=*/1), /*rank=*/0, trainable, group, memory);
   return flat_.back().buffer();
 }
 
-void BucketViews::sync(const GroupPtr& group) const {
-  std::vector<Pending> pending;
+std::vector<Arrival> BucketViews::launch(const GroupPtr& group) const {
+  std::vector<Arrival> arrivals;
   for (int rank = 0; rank < group->getSize(); ++rank) {
-    for (const auto& buckets : buckets_) pending.push_back(launch_broadcast(buckets[rank], rank, group));
+    for (const auto& buckets : buckets_) {
+      auto& arrival = arrivals.emplace_back(Arrival{.pending = {launch_broadcast(buckets[rank], rank, group)}});
+      const auto flat = std::find_if(flat_.begin(), flat_.end(),
+                                     [&](const auto& each) { return each.buffer().is_same(buckets[rank]); });
+      if (flat != flat_.end()) arrival.parameters = flat->parameters();
+    }
   }
-  for (auto& each : pending) each.wait();
+  return arrivals;
 }
 
 int64_t BucketViews::bytes() const {

@@ -9,6 +9,7 @@
 
 #include "lockstep/comm/group.h"
 #include "lockstep/shard/flat_shard.h"
+#include "lockstep/zero/arriving_parameters.h"
 
 namespace lockstep::detail {
 
@@ -20,7 +21,8 @@ class BucketViews {
   /// Moves the parameters' values into new buckets, in memory that the group's backend reaches without a copy if it
   /// has such. Frozen parameters get memory of their own. Strides are kept where memory has no gaps, else parameters
   /// become contiguous. Local; all ranks must have the same devices in the same order.
-  BucketViews(const DeviceParameters& parameters, const GroupPtr& group);
+  /// `memory` is FlatMemory::kViews or kStorages.
+  BucketViews(const DeviceParameters& parameters, const GroupPtr& group, FlatMemory memory);
 
   /// By device and dtype, and by rank. One without a trainable parameter holds one zero, so that all ranks send as
   /// often.
@@ -28,13 +30,14 @@ class BucketViews {
   /// Those that hold parameters.
   const std::vector<FlatShard>& flat_buffers() const { return flat_; }
 
-  /// Sends every rank's buckets to all: rank by rank, device by device, dtype by dtype. Collective and blocking.
-  void sync(const GroupPtr& group) const;
+  /// Sends every rank's buckets to all: rank by rank, device by device, dtype by dtype. Collective.
+  std::vector<Arrival> launch(const GroupPtr& group) const;
 
   int64_t bytes() const;
 
  private:
-  at::Tensor made_bucket(const std::vector<at::Tensor>& parameters, c10::Device device, const GroupPtr& group);
+  at::Tensor made_bucket(const std::vector<at::Tensor>& parameters, c10::Device device, const GroupPtr& group,
+                         FlatMemory memory);
 
   std::vector<std::vector<at::Tensor>> buckets_;
   std::vector<FlatShard> flat_;

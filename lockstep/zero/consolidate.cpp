@@ -69,6 +69,7 @@ void ZeroOptimizer::set_consolidated(std::optional<OptimizerStateDict> dict) {
 
 void ZeroOptimizer::prepare_for_state(const char* what) {
   sharding_->check_has_state(what);
+  wait_for_parameters();
   // State is counted by the elements' order in memory, so parameters must lie as they did.
   notice_changes();
   sharding_->follow_parameters();

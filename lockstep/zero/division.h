@@ -1,7 +1,7 @@
 // How parameters are divided among ranks: what of them this rank's local optimizer steps, how gradients come to it, how
 // the ranks' results meet, and what of the state lies where. Internal to zero; ShardedStep uses it.
 //
-// Used by one thread. Nothing here communicates except sync().
+// Used by one thread. Nothing here communicates except launch_sync().
 #pragma once
 
 #include <torch/optim/optimizer.h>
@@ -11,6 +11,7 @@
 #include "lockstep/shard/flat_shard.h"
 #include "lockstep/state/optimizer_state.h"
 #include "lockstep/state/piece.h"
+#include "lockstep/zero/arriving_parameters.h"
 
 namespace lockstep::detail {
 
@@ -52,8 +53,9 @@ class Division {
   /// The buffers that parameters are views of; none if they keep their own memory.
   virtual std::vector<const FlatShard*> flat_buffers() const { return {}; }
 
-  /// Gives all ranks every rank's shard of the parameters. Collective and blocking.
-  virtual void sync() = 0;
+  /// Gives all ranks every rank's shard of the parameters, those first that forwards need first. Collective; does not
+  /// wait.
+  virtual std::vector<Arrival> launch_sync() = 0;
 
   /// This rank's state, given that of local_parameters(). Tensors are views of it.
   virtual std::vector<StatePiece> pieces(const OptimizerStateDict& local) const = 0;

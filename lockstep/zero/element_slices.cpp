@@ -25,6 +25,9 @@ namespace {
 // the local optimizer less than the copy.
 constexpr int64_t kLargeElements = 64 << 10;
 
+// What is sent at a time if forwards wait for parameters one by one.
+constexpr int64_t kPieceBytes = 4 << 20;
+
 ElementRange moved(const ElementRange& elements, int64_t by) {
   return {elements.begin + by, elements.end + by};
 }
@@ -121,7 +124,8 @@ ElementSlices::Block ElementSlices::made_block(const std::vector<Member>& member
     block.last_group = std::max(block.last_group, member.group);
   }
   const auto rank = group_->getRank();
-  block.flat = FlatShard(layout_for(parameters, group_->getSize()), rank, parameters, group_, FlatMemory::kViews);
+  block.flat = FlatShard(layout_for(parameters, group_->getSize()), rank, parameters, group_,
+                         is_awaited_later_ ? FlatMemory::kStorages : FlatMemory::kViews);
   for (const auto& piece : block.flat.layout().pieces_of(rank)) {
     block.pieces.push_back(
         {.of = members[piece.index], .elements = piece.elements, .in_parameter = piece.in_parameter});
@@ -280,16 +284,39 @@ std::vector<const FlatShard*> ElementSlices::flat_buffers() const {
   return buffers;
 }
 
-void ElementSlices::sync() {
-  if (group_->getSize() == 1) return;
+std::vector<Arrival> ElementSlices::launch_sync() {
+  std::vector<Arrival> arrivals;
+  if (group_->getSize() == 1) return arrivals;
   const at::NoGradGuard no_grad;
-  // In the second stage every bucket is a block: all are on their way before the first is waited for.
-  std::vector<Pending> pending;
-  for (const auto& block : blocks_) {
-    if (block.flat.bytes() == 0) continue;
-    pending.push_back(launch_all_gather_into_tensor(block.flat.buffer(), block.flat.own_slice(), group_));
+  for (std::size_t i = 0; i < blocks_.size(); ++i) {
+    // In the second stage blocks are DDP's buckets, of which the first holds the last parameters.
+    const auto& flat = blocks_[scattered_ ? blocks_.size() - 1 - i : i].flat;
+    if (flat.bytes() == 0) continue;
+    if (is_awaited_later_ && !scattered_) {
+      launch_in_pieces(flat, arrivals);
+    } else {
+      arrivals.push_back({.pending = {launch_all_gather_into_tensor(flat.buffer(), flat.own_slice(), group_)},
+                          .parameters = flat.parameters()});
+    }
   }
-  for (auto& each : pending) each.wait();
+  return arrivals;
+}
+
+// By broadcasts: the first parameters lie in the first rank's slice, and an all-gather brings no slice before another.
+void ElementSlices::launch_in_pieces(const FlatShard& flat, std::vector<Arrival>& arrivals) const {
+  const auto& layout = flat.layout();
+  const auto most = kPieceBytes / static_cast<int64_t>(flat.buffer().itemsize());
+  for (int rank = 0; rank < group_->getSize(); ++rank) {
+    const auto slice = layout.plan().slice_of(rank);
+    for (auto begin = slice.begin; begin < slice.end; begin += most) {
+      const ElementRange piece{begin, std::min(begin + most, slice.end)};
+      auto& arrival =
+          arrivals.emplace_back(Arrival{.pending = {launch_broadcast(part_of(flat.buffer(), piece), rank, group_)}});
+      for (std::size_t i = 0; i < layout.count(); ++i) {
+        if (!intersection(layout.range_of(i), piece).is_empty()) arrival.parameters.push_back(flat.parameters()[i]);
+      }
+    }
+  }
 }
 
 std::vector<StatePiece> ElementSlices::pieces(const OptimizerStateDict& local) const {

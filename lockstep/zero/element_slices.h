@@ -24,11 +24,14 @@ class ElementSlices final : public Division {
   /// Slices begin at multiples of this.
   static constexpr int64_t kAlignmentBytes = 64;
 
-  explicit ElementSlices(GroupPtr group) : group_(std::move(group)) {}
-  /// The second stage: parameters block by block, and the gradients' slices of the same blocks.
-  ElementSlices(GroupPtr group, std::vector<std::vector<at::Tensor>> blocks,
-                std::shared_ptr<ScatteredGradients> scattered)
-      : group_(std::move(group)), given_blocks_(std::move(blocks)), scattered_(std::move(scattered)) {}
+  /// The second stage has parameters block by block, and the gradients' slices of the same blocks.
+  /// `is_awaited_later`: parameters get storages of their own, and those that are needed first are sent apart.
+  ElementSlices(GroupPtr group, bool is_awaited_later, std::vector<std::vector<at::Tensor>> blocks = {},
+                std::shared_ptr<ScatteredGradients> scattered = nullptr)
+      : group_(std::move(group)),
+        is_awaited_later_(is_awaited_later),
+        given_blocks_(std::move(blocks)),
+        scattered_(std::move(scattered)) {}
 
   /// How a block of these parameters is cut.
   static FlatLayout layout_for(const std::vector<at::Tensor>& parameters, int world_size);
@@ -47,7 +50,7 @@ class ElementSlices final : public Division {
   void drop_gradients() override;
   std::vector<at::Tensor> own_gradients() const override;
   std::vector<const FlatShard*> flat_buffers() const override;
-  void sync() override;
+  std::vector<Arrival> launch_sync() override;
   std::vector<StatePiece> pieces(const OptimizerStateDict& local) const override;
   OptimizerStateDict load(const StateSource& source) override;
   ShardingBytes bytes() const override;
@@ -106,7 +109,11 @@ class ElementSlices final : public Division {
   template <class Blocks, class Visit>
   void for_each_run(Blocks& blocks, const Visit& visit) const;
 
+  /// Sends the block's slices piece by piece, in the order of the parameters.
+  void launch_in_pieces(const FlatShard& flat, std::vector<Arrival>& arrivals) const;
+
   const GroupPtr group_;
+  const bool is_awaited_later_;
   const std::vector<std::vector<at::Tensor>> given_blocks_;
   const std::shared_ptr<ScatteredGradients> scattered_;  // null in the first stage
   std::vector<std::vector<at::Tensor>> groups_;

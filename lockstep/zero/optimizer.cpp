@@ -1,5 +1,6 @@
 #include "lockstep/zero/optimizer.h"
 
+#include <c10/util/Logging.h>
 #include <torch/csrc/distributed/c10d/debug.h>
 #include <torch/serialize/archive.h>
 
@@ -12,6 +13,7 @@
 #include "lockstep/comm/world.h"
 #include "lockstep/ddp/averaging_group.h"
 #include "lockstep/ddp/engine.h"
+#include "lockstep/intercept/key.h"
 #include "lockstep/join/join.h"
 #include "lockstep/zero/element_slices.h"
 #include "lockstep/zero/overlap.h"
@@ -91,11 +93,35 @@ ZeroOptimizer::ZeroOptimizer(const Groups& groups, LocalOptimizerType type, Zero
     if (is_scatter_set_) options_.ddp.engine()->reducer()->clear_scatter();
     throw;
   }
+  mark_parameters();
 }
 
 ZeroOptimizer::~ZeroOptimizer() {
+  try {
+    wait_for_parameters();
+  } catch (const std::exception& error) {
+    LOG(WARNING) << "[lockstep/zero] parameters of the last step did not arrive, and cannot be read: " << error.what();
+  }
   sharding_->detach();
   if (has_sharded_gradients()) give_gradients_back();
+}
+
+bool ZeroOptimizer::overlaps_forwards() const {
+  return options_.overlap_parameter_sync && options_.stage != ZeroStage::kReplicated && group_->getSize() > 1;
+}
+
+void ZeroOptimizer::mark_parameters() const {
+  if (!overlaps_forwards()) return;
+  for (const auto& parameter : all_parameters()) mark_intercepted(parameter);
+}
+
+void ZeroOptimizer::wait_for_parameters() {
+  if (arriving_) {
+    arriving_->wait();
+    arriving_.reset();
+    steps_synced_ = steps_taken_;
+  }
+  detail::wait_for_others(all_parameters());
 }
 
 std::shared_ptr<detail::Sharding> ZeroOptimizer::made_sharding() {
@@ -107,10 +133,10 @@ std::unique_ptr<detail::Division> ZeroOptimizer::made_division() {
   const bool is_replicated = options_.stage == ZeroStage::kReplicated;
   if (is_replicated || options_.partition == ZeroPartition::kParameters) {
     return std::make_unique<detail::WholeParameters>(*partition_, options_.parameters_as_bucket_view,
-                                                     is_replicated ? nullptr : group_);
+                                                     overlaps_forwards(), is_replicated ? nullptr : group_);
   }
   if (has_sharded_gradients()) return shard_gradients();
-  return std::make_unique<detail::ElementSlices>(group_);
+  return std::make_unique<detail::ElementSlices>(group_, overlaps_forwards());
 }
 
 const char* ZeroOptimizer::option_that_fixes_groups() const {
@@ -146,6 +172,7 @@ void ZeroOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& gro
   TORCH_CHECK(!options_.overlap_with_ddp, who(), ": overlap_with_ddp takes one parameter group, so none can be added");
   TORCH_CHECK(!has_sharded_gradients(), who(), ": with ZeroStage::kGradients the parameters are those of DDP, so no ",
               "group can be added");
+  wait_for_parameters();
   notice_new_groups();
   TORCH_CHECK(options_.params_per_rank.empty(), who(), ": params_per_rank says who has which parameter of one group, ",
               "so no other group can be added");
@@ -187,6 +214,7 @@ void ZeroOptimizer::notice_new_groups() {
     }
   }
   if (is_same) return;
+  wait_for_parameters();
   const auto* fixed_by = option_that_fixes_groups();
   TORCH_CHECK(fixed_by == nullptr, who(), ": parameter groups were changed, which ", fixed_by, " does not allow");
   for (const auto& group : param_groups_) {
@@ -287,16 +315,27 @@ at::Tensor ZeroOptimizer::step_with(const LocalStep& local_step, LossClosure clo
   if (options_.stage != ZeroStage::kReplicated) Join::check_listed(*this);
   begin_join_iteration();
   has_begun_join_iteration_ = false;
+  wait_for_parameters();
   prepare_step();
   at::Tensor loss;
   announce_if_throws([&] { loss = sharding_->step(local_step, std::move(closure)); });
   ++steps_taken_;
   ++steps_since_consolidation_;
   note_join_step();
-  const LabelScope label({"ZeRO's step"});
-  sharding_->sync();
-  steps_synced_ = steps_taken_;
+  send_parameters();
+  steps_ended_ = steps_taken_;
   return loss;
+}
+
+void ZeroOptimizer::send_parameters() {
+  const LabelScope label({"ZeRO's step"});
+  auto arrivals = sharding_->launch_sync();
+  if (overlaps_forwards()) {
+    arriving_ = std::make_unique<detail::ArrivingParameters>(std::move(arrivals), who());
+    return mark_parameters();
+  }
+  for (auto& each : arrivals) each.wait();
+  steps_synced_ = steps_taken_;
 }
 
 at::Tensor ZeroOptimizer::clip_grad_norm_(double max_norm, double norm_type, bool error_if_nonfinite) {

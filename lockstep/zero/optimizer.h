@@ -23,6 +23,7 @@
 namespace lockstep {
 
 namespace detail {
+class ArrivingParameters;
 class Division;
 class Sharding;
 class StateAccess;
@@ -37,8 +38,14 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Sh
 
   /// Updates this rank's shard and gives all ranks all parameters. Collective and blocking. A closure runs once on each
   /// rank, and its loss is returned. If the local step throws, the others are told: their step throws naming this rank,
-  /// and the group cannot be used any more. With overlap_with_ddp backwards do the work, and this warns.
+  /// and the group cannot be used any more. With overlap_with_ddp backwards do the work, and this warns. With
+  /// overlap_parameter_sync it does not wait for parameters of other ranks; whoever touches them does, and throws if
+  /// they fail to come.
   at::Tensor step(LossClosure closure = nullptr) override;
+
+  /// Blocks until the last step's parameters are here, for what reads them without an operator. Throws if they fail to
+  /// come. Local. Does nothing without overlap_parameter_sync.
+  void wait_for_parameters();
 
   /// Appends a group; must be called on all ranks alike. Parameters that were there keep their ranks and their state.
   /// Refuses what construction refuses, having changed nothing. A call through a reference to the base class is
@@ -143,6 +150,10 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Sh
   bool has_sharded_gradients() const { return options_.stage == ZeroStage::kGradients; }
   /// The option by which groups stay as they are, and parameters as trainable as they are; null if they may change.
   const char* option_that_fixes_groups() const;
+  /// Whether parameters are on their way when step() returns.
+  bool overlaps_forwards() const;
+  /// Lets views that are made of parameters from now on wait for them too.
+  void mark_parameters() const;
   std::shared_ptr<detail::Sharding> made_sharding();
   std::unique_ptr<detail::Division> made_division();
   /// Makes DDP's backwards give their gradients to a division, which is returned.
@@ -160,6 +171,7 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Sh
   void notice_changes();
   void check_parameters(const std::vector<std::vector<at::Tensor>>& groups) const;
   void prepare_step();
+  void send_parameters();
   /// Brings options and groups up to date; throws if `what`, which reads or replaces state, is not possible yet.
   void prepare_for_state(const char* what);
   void set_consolidated(std::optional<OptimizerStateDict> dict);
@@ -210,15 +222,17 @@ class ZeroOptimizer : public torch::optim::Optimizer, public Joinable, public Sh
 
   std::optional<PartitionCache> partition_;
   std::shared_ptr<detail::Sharding> sharding_;
-  std::vector<std::vector<const void*>> known_;  // parameters by group, as of the last step
-  std::vector<bool> is_trainable_;               // by index
-  std::vector<at::ScalarType> dtypes_;           // by index
+  std::unique_ptr<detail::ArrivingParameters> arriving_;  // if nobody has waited for all of the last step's yet
+  std::vector<std::vector<const void*>> known_;           // parameters by group, as of the last step
+  std::vector<bool> is_trainable_;                        // by index
+  std::vector<at::ScalarType> dtypes_;                    // by index
   std::optional<OptimizerStateDict> consolidated_;
   int64_t steps_since_consolidation_ = 0;
 
   // See recover().
   int64_t steps_taken_ = 0;
-  int64_t steps_synced_ = 0;
+  int64_t steps_ended_ = 0;     // for the program: step() has returned
+  int64_t steps_synced_ = 0;    // parameters have arrived
   bool is_step_taken_ = false;  // the next step()'s, already
   int64_t divisions_ = 0;       // after failures
   std::optional<Collected> collected_;

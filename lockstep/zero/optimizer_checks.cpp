@@ -46,6 +46,7 @@ void ZeroOptimizer::check_state_can_be_loaded() const {
 }
 
 void ZeroOptimizer::check_parameters(const std::vector<std::vector<at::Tensor>>& groups) const {
+  for (const auto& group : groups) detail::wait_for_others(group);
   detail::check_parameters(groups, who());
   if (options_.stage != ZeroStage::kReplicated) detail::check_memory_is_apart(groups, who());
 }
@@ -94,6 +95,9 @@ void ZeroOptimizer::check_dtypes() const {
 }
 
 void ZeroOptimizer::check_overlap(const std::vector<torch::optim::OptimizerParamGroup>& groups) const {
+  TORCH_CHECK(!options_.overlap_parameter_sync, who(),
+              ": overlap_with_ddp sends parameters in backward, so no forward ",
+              "could overlap that. Leave overlap_parameter_sync out.");
   TORCH_CHECK(optim::has_functional_form(type_.name), who(), ": overlap_with_ddp steps bucket by bucket, which ",
               type_.name, " cannot: it has no functional form. Use another optimizer, or register_functional().");
   TORCH_CHECK(groups.size() == 1, who(), ": overlap_with_ddp takes one parameter group, ", groups.size(),

@@ -52,6 +52,10 @@ struct ZeroOptions {
   /// made, and no copy in a step.
   bool parameters_as_bucket_view = false;
   bool overlap_with_ddp = false;
+  /// step() returns while parameters are on their way, in the order of the groups, and whoever touches one waits for
+  /// it: the next forward runs meanwhile. The values are the same. Memory that is read without an operator needs
+  /// wait_for_parameters() first, else it throws. Not with overlap_with_ddp.
+  bool overlap_parameter_sync = false;
   /// kElements divides evenly whatever the sizes are; for optimizers that treat every element alike. Parameters then
   /// become views of flat tensors. Not given: kElements with ZeroStage::kGradients, which needs it, else kParameters.
   std::optional<ZeroPartition> partition = std::nullopt;

@@ -54,7 +54,7 @@ class ZeroOverlap final : public Sharding, public std::enable_shared_from_this<Z
   at::Tensor step(const LocalStep& /*local_step*/, torch::optim::Optimizer::LossClosure /*closure*/) override {
     return {};
   }
-  void sync() override {}
+  std::vector<Arrival> launch_sync() override { return {}; }
   std::vector<const FlatShard*> flat_buffers() const override;
   void take_options() override {}
   // They are used up when backward ends.

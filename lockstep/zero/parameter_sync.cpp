@@ -24,16 +24,15 @@ void copy_each(const std::vector<at::Tensor>& to, const std::vector<at::Tensor>&
 
 }  // namespace
 
-ParameterSync::ParameterSync(const std::vector<std::vector<at::Tensor>>& per_rank, GroupPtr group)
-    : group_(std::move(group)), large_(per_rank.size()) {
+ParameterSync::ParameterSync(const std::vector<Sent>& parameters, GroupPtr group, bool is_awaited_later)
+    : group_(std::move(group)), is_awaited_later_(is_awaited_later) {
   if (group_->getSize() == 1) return;
-  for (std::size_t rank = 0; rank < per_rank.size(); ++rank) {
-    for (const auto& parameter : per_rank[rank]) {
-      if (parameter.numel() >= kLargeElements && parameter.is_non_overlapping_and_dense()) {
-        large_[rank].push_back({parameter, memory_order_of(parameter)});
-      } else if (parameter.numel() > 0) {
-        packed_with(parameter).parameters[rank].push_back(parameter);
-      }
+  for (const auto& sent : parameters) {
+    const auto& parameter = sent.parameter;
+    if (parameter.numel() >= kLargeElements && parameter.is_non_overlapping_and_dense()) {
+      large_.push_back({sent, memory_order_of(parameter)});
+    } else if (parameter.numel() > 0) {
+      packed_with(parameter).parameters[static_cast<std::size_t>(sent.rank)].push_back(parameter);
     }
   }
   for (auto& packed : packed_) allocate(packed);
@@ -45,7 +44,7 @@ ParameterSync::Packed& ParameterSync::packed_with(const at::Tensor& parameter) {
   }
   return packed_.emplace_back(Packed{.device = parameter.device(),
                                      .dtype = parameter.scalar_type(),
-                                     .parameters = std::vector<std::vector<at::Tensor>>(large_.size())});
+                                     .parameters = std::vector<std::vector<at::Tensor>>(group_->getSize())});
 }
 
 void ParameterSync::allocate(Packed& packed) const {
@@ -76,36 +75,63 @@ void ParameterSync::allocate(Packed& packed) const {
   }
 }
 
-void ParameterSync::send(Packed& packed) const {
-  const auto me = static_cast<std::size_t>(group_->getRank());
-  copy_each(packed.places[me], packed.parameters[me], packed.device);
-  if (packed.is_even) {
-    all_gather_into_tensor(packed.buffer, packed.runs[me], group_);
-  } else {
-    for (std::size_t rank = 0; rank < packed.runs.size(); ++rank) {
-      if (packed.runs[rank].numel() > 0) broadcast(packed.runs[rank], static_cast<int>(rank), group_);
-    }
-  }
-  for (std::size_t rank = 0; rank < packed.runs.size(); ++rank) {
-    if (rank != me) copy_each(packed.parameters[rank], packed.places[rank], packed.device);
-  }
+at::Tensor ParameterSync::memory_of(const at::Tensor& parameter) const {
+  return is_awaited_later_ ? with_own_storage(parameter) : parameter.detach();
 }
 
-void ParameterSync::sync() {
-  const at::NoGradGuard no_grad;
-  std::vector<Pending> pending;
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // of those that lie otherwise now
-  for (std::size_t rank = 0; rank < large_.size(); ++rank) {
-    if (group_->getSize() == 1) break;
-    for (const auto& [parameter, memory_order] : large_[rank]) {
-      const auto row = flattened_like(parameter, memory_order);
-      if (!row.is_alias_of(parameter)) copies.emplace_back(parameter, row.as_strided(parameter.sizes(), memory_order));
-      pending.push_back(launch_broadcast(row, static_cast<int>(rank), group_));
+std::vector<at::Tensor> ParameterSync::memory_of(const std::vector<at::Tensor>& parameters) const {
+  if (!is_awaited_later_) return parameters;
+  std::vector<at::Tensor> memory;
+  for (const auto& parameter : parameters) memory.push_back(memory_of(parameter));
+  return memory;
+}
+
+Arrival ParameterSync::launch(const Packed& packed) const {
+  const auto me = static_cast<std::size_t>(group_->getRank());
+  copy_each(packed.places[me], packed.parameters[me], packed.device);
+  Arrival arrival;
+  if (packed.is_even && is_awaited_later_) {
+    arrival.pending.push_back(launch_all_gather_into_tensor(packed.buffer, packed.runs[me], group_));
+  } else if (packed.is_even) {
+    all_gather_into_tensor(packed.buffer, packed.runs[me], group_);  // saves a switch of threads
+  } else {
+    for (std::size_t rank = 0; rank < packed.runs.size(); ++rank) {
+      if (packed.runs[rank].numel() == 0) continue;
+      arrival.pending.push_back(launch_broadcast(packed.runs[rank], static_cast<int>(rank), group_));
     }
   }
-  for (auto& packed : packed_) send(packed);
-  for (auto& each : pending) each.wait();
-  for (const auto& [parameter, received] : copies) parameter.detach().copy_(received);
+  std::vector<std::vector<at::Tensor>> targets;
+  for (const auto& parameters : packed.parameters) {
+    arrival.parameters.insert(arrival.parameters.end(), parameters.begin(), parameters.end());
+    targets.push_back(memory_of(parameters));
+  }
+  arrival.unpack = [me, targets = std::move(targets), places = packed.places, device = packed.device] {
+    for (std::size_t rank = 0; rank < places.size(); ++rank) {
+      if (rank != me) copy_each(targets[rank], places[rank], device);
+    }
+  };
+  return arrival;
+}
+
+Arrival ParameterSync::launch(const Large& large) const {
+  const auto& [sent, memory_order] = large;
+  const auto memory = memory_of(sent.parameter);
+  const auto row = flattened_like(memory, memory_order);
+  Arrival arrival{.pending = {launch_broadcast(row, sent.rank, group_)}, .parameters = {sent.parameter}};
+  // It lies otherwise now than when all ranks agreed how to send it.
+  if (!row.is_alias_of(memory)) {
+    arrival.unpack = [memory, received = row.as_strided(memory.sizes(), memory_order)] { memory.copy_(received); };
+  }
+  return arrival;
+}
+
+std::vector<Arrival> ParameterSync::launch() {
+  const at::NoGradGuard no_grad;
+  std::vector<Arrival> arrivals;
+  // Small ones first: every layer has some.
+  for (const auto& packed : packed_) arrivals.push_back(launch(packed));
+  for (const auto& large : large_) arrivals.push_back(launch(large));
+  return arrivals;
 }
 
 int64_t ParameterSync::bytes() const {

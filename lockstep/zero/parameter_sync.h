@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "lockstep/comm/group.h"
+#include "lockstep/zero/arriving_parameters.h"
 
 namespace lockstep::detail {
 
@@ -16,17 +17,23 @@ class ParameterSync {
   /// Parameters with at least this many elements are broadcast one by one, if they have no gaps.
   static constexpr int64_t kLargeElements = 128 << 10;
 
-  /// By rank, the parameters it sends. Local.
-  explicit ParameterSync(const std::vector<std::vector<at::Tensor>>& per_rank, GroupPtr group);
+  struct Sent {
+    at::Tensor parameter;
+    int rank;  // that sends it
+  };
 
-  /// Collective and blocking.
-  void sync();
+  /// In the order in which forwards need them. `is_awaited_later`: nobody may touch parameters while they are on their
+  /// way, so they are sent as other tensors on the same memory. Local.
+  ParameterSync(const std::vector<Sent>& parameters, GroupPtr group, bool is_awaited_later);
+
+  /// Collective.
+  std::vector<Arrival> launch();
 
   int64_t bytes() const;
 
  private:
   struct Large {
-    at::Tensor parameter;
+    Sent sent;
     std::vector<int64_t> memory_order;  // in which all ranks send it
   };
   /// Small parameters of one dtype on one device, by rank, and their places in a buffer.
@@ -42,10 +49,14 @@ class ParameterSync {
 
   Packed& packed_with(const at::Tensor& parameter);
   void allocate(Packed& packed) const;
-  void send(Packed& packed) const;
+  Arrival launch(const Packed& packed) const;
+  Arrival launch(const Large& large) const;
+  at::Tensor memory_of(const at::Tensor& parameter) const;
+  std::vector<at::Tensor> memory_of(const std::vector<at::Tensor>& parameters) const;
 
   const GroupPtr group_;
-  std::vector<std::vector<Large>> large_;  // by rank
+  const bool is_awaited_later_;
+  std::vector<Large> large_;
   std::vector<Packed> packed_;
 };
 

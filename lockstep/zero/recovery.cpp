@@ -84,6 +84,12 @@ std::vector<std::string> ZeroOptimizer::recover(const GroupPtr& group, const std
   TORCH_CHECK(!join_config().enable, who(), ": recover() inside of a Join scope, whose group has failed: leave the ",
               "scope by the exception first.");
   const LabelScope label({"ZeRO's recovery"});
+  try {
+    wait_for_parameters();
+  } catch (const c10::DistBackendError&) {
+    arriving_->abandon();
+    arriving_.reset();
+  }
   const bool is_divided = options_.stage != ZeroStage::kReplicated;
   const auto steps = gather_steps({steps_taken_, steps_synced_, divisions_}, group);
   const auto most = [&](int64_t Steps::*count) {
@@ -120,7 +126,8 @@ std::vector<std::string> ZeroOptimizer::recover(const GroupPtr& group, const std
     group_ = group;
   }
   // This rank's program is about to take the step that is taken already.
-  is_step_taken_ = is_divided && steps_taken_ > steps_synced_;
+  is_step_taken_ = is_divided && steps_taken_ > steps_ended_;
+  steps_ended_ = steps_taken_;
   steps_synced_ = steps_taken_;
   if (!lost.empty()) {
     TORCH_WARN(who(), ": of ", join(lost, ", "), " the optimizer state, or a part of it, died with the rank that held ",

@@ -87,7 +87,7 @@ std::unique_ptr<detail::Division> ZeroOptimizer::shard_gradients() {
   };
   reducer.set_scatter(scatter, "ZeroStage::kGradients divides the gradients");
   is_scatter_set_ = true;
-  return std::make_unique<detail::ElementSlices>(group_, std::move(blocks), std::move(scattered));
+  return std::make_unique<detail::ElementSlices>(group_, overlaps_forwards(), std::move(blocks), std::move(scattered));
 }
 
 void ZeroOptimizer::give_gradients_back() noexcept {

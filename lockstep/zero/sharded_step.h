@@ -23,7 +23,7 @@ class ShardedStep final : public Sharding {
   void on_group_change() override;
   void on_trainability_change() override;
   at::Tensor step(const LocalStep& local_step, torch::optim::Optimizer::LossClosure closure) override;
-  void sync() override { division_->sync(); }
+  std::vector<Arrival> launch_sync() override { return division_->launch_sync(); }
   std::vector<const FlatShard*> flat_buffers() const override { return division_->flat_buffers(); }
   std::vector<at::Tensor> own_gradients() const override { return division_->own_gradients(); }
   void drop_gradients() override { division_->drop_gradients(); }

@@ -33,8 +33,8 @@ class Sharding {
   /// Steps this rank's shard with the options of the optimizer's groups. Returns the closure's loss, or the local
   /// step's. Local.
   virtual at::Tensor step(const LocalStep& local_step, torch::optim::Optimizer::LossClosure closure) = 0;
-  /// Gives all ranks every rank's shard of the parameters. Collective and blocking.
-  virtual void sync() = 0;
+  /// As of Division.
+  virtual std::vector<Arrival> launch_sync() = 0;
 
   /// The buffers that parameters are views of.
   virtual std::vector<const FlatShard*> flat_buffers() const = 0;

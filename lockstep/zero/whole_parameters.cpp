@@ -23,8 +23,11 @@ NamedValues placed_beside(const at::Tensor& parameter, const NamedValues& values
 
 }  // namespace
 
-WholeParameters::WholeParameters(PartitionCache& partition, bool as_bucket_view, GroupPtr group)
-    : partition_(partition), as_bucket_view_(as_bucket_view), group_(std::move(group)) {}
+WholeParameters::WholeParameters(PartitionCache& partition, bool as_bucket_view, bool is_awaited_later, GroupPtr group)
+    : partition_(partition),
+      as_bucket_view_(as_bucket_view),
+      is_awaited_later_(is_awaited_later),
+      group_(std::move(group)) {}
 
 void WholeParameters::set_groups(std::vector<std::vector<at::Tensor>> /*groups*/) {
   const auto& groups = partition_.partition();
@@ -39,15 +42,19 @@ void WholeParameters::set_groups(std::vector<std::vector<at::Tensor>> /*groups*/
   if (!group_) return;
   if (as_bucket_view_) {
     device_parameters_ = partition_.device_to_params_per_rank();
-    views_.emplace(device_parameters_, group_);
-    return;
+    return make_views();
   }
-  std::vector<std::vector<at::Tensor>> per_rank;
-  for (const auto& of_rank : groups) {
-    auto& parameters = per_rank.emplace_back();
-    for (const auto& each : of_rank) parameters.insert(parameters.end(), each.params().begin(), each.params().end());
+  std::vector<ParameterSync::Sent> sent;
+  const auto& rank_of = partition_.param_to_rank();
+  for (const auto& parameter : partition_.index_to_param()) {
+    const auto rank = rank_of.find(parameter.unsafeGetTensorImpl());
+    if (rank != rank_of.end()) sent.push_back({parameter, rank->second});
   }
-  sync_.emplace(per_rank, group_);
+  sync_.emplace(sent, group_, is_awaited_later_);
+}
+
+void WholeParameters::make_views() {
+  views_.emplace(device_parameters_, group_, is_awaited_later_ ? FlatMemory::kStorages : FlatMemory::kViews);
 }
 
 std::vector<std::vector<at::Tensor>> WholeParameters::local_parameters() const {
@@ -60,7 +67,7 @@ std::vector<std::vector<at::Tensor>> WholeParameters::local_parameters() const {
 }
 
 void WholeParameters::on_trainability_change() {
-  if (group_ && as_bucket_view_) views_.emplace(device_parameters_, group_);
+  if (group_ && as_bucket_view_) make_views();
 }
 
 std::vector<at::Tensor> WholeParameters::own_gradients() const {
@@ -80,9 +87,9 @@ std::vector<const FlatShard*> WholeParameters::flat_buffers() const {
   return buffers;
 }
 
-void WholeParameters::sync() {
-  if (views_) views_->sync(group_);
-  if (sync_) sync_->sync();
+std::vector<Arrival> WholeParameters::launch_sync() {
+  if (views_) return views_->launch(group_);
+  return sync_ ? sync_->launch() : std::vector<Arrival>();
 }
 
 std::vector<StatePiece> WholeParameters::pieces(const OptimizerStateDict& local) const {

@@ -15,8 +15,8 @@ namespace lockstep::detail {
 class WholeParameters final : public Division {
  public:
   /// `partition`, which it refers to, says who has what. Without a group this rank has all of it, and nothing is sent:
-  /// then `partition` is that of one rank.
-  WholeParameters(PartitionCache& partition, bool as_bucket_view, GroupPtr group);
+  /// then `partition` is that of one rank. `is_awaited_later` as of ParameterSync.
+  WholeParameters(PartitionCache& partition, bool as_bucket_view, bool is_awaited_later, GroupPtr group);
 
   /// Reads the partition again, which must be that of these groups.
   void set_groups(std::vector<std::vector<at::Tensor>> groups) override;
@@ -24,7 +24,7 @@ class WholeParameters final : public Division {
   void on_trainability_change() override;
   std::vector<at::Tensor> own_gradients() const override;
   std::vector<const FlatShard*> flat_buffers() const override;
-  void sync() override;
+  std::vector<Arrival> launch_sync() override;
   std::vector<StatePiece> pieces(const OptimizerStateDict& local) const override;
   OptimizerStateDict load(const StateSource& source) override;
   ShardingBytes bytes() const override;
@@ -38,8 +38,11 @@ class WholeParameters final : public Division {
     at::Tensor parameter;
   };
 
+  void make_views();
+
   PartitionCache& partition_;
   const bool as_bucket_view_;
+  const bool is_awaited_later_;
   const GroupPtr group_;
   std::vector<std::vector<OwnParameter>> own_;  // by group
   DeviceParameters device_parameters_;          // bucket views only

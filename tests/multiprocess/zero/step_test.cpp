@@ -23,10 +23,15 @@ class ZeroProcesses : public ::testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Backends, ZeroProcesses, ::testing::Values("gloo", "shm"),
                          [](const auto& info) { return info.param; });
 
-// ZERO-26, ZERO-66
+// ZERO-26, ZERO-66, ZERO-75
 TEST_P(ZeroProcesses, TrainAsDdpWithThePlainOptimizer) {
   testing::run_processes_in_gtest({.world_size = 3, .backend = GetParam()}, [](const World& world) {
-    for (const auto& [name, zero] : ways(world.group())) {
+    auto all = ways(world.group());
+    for (auto [name, zero] : ways(world.group())) {
+      zero.overlap_parameter_sync = true;
+      all.emplace_back(name + ", overlapped", zero);
+    }
+    for (const auto& [name, zero] : all) {
       const auto plain_model = ddp_models::mlp({20, 300, 500, 3});
       const auto model = ddp_models::mlp({20, 300, 500, 3});
       DistributedDataParallel plain_ddp(plain_model, world.group());
@@ -58,10 +63,13 @@ struct Doomed : AdamW {
   std::function<void()> in_step;
 };
 
-/// Rank 1 does `fail` in its third step; the others must throw within seconds, with these words.
-void expect_others_throw(const World& world, const std::function<void()>& fail, const std::vector<std::string>& words) {
+/// Rank 1 does `fail` in its third step; the others must throw within seconds, with these words: in that step, or when
+/// they read parameters.
+void expect_others_throw(const World& world, const std::function<void()>& fail, const std::vector<std::string>& words,
+                         bool is_overlapped) {
   const auto parameters = parameters_of({{40, 30}, {500}, {6}, {7}});
-  ZeroRedundancyOptimizer<Doomed> optimizer(parameters, {}, world.group());
+  ZeroRedundancyOptimizer<Doomed> optimizer(parameters, {},
+                                            {.process_group = world.group(), .overlap_parameter_sync = is_overlapped});
   for (int step = 0; step < 2; ++step) {
     set_gradients(parameters, step);
     optimizer.step();
@@ -69,27 +77,50 @@ void expect_others_throw(const World& world, const std::function<void()>& fail, 
   barrier(world.group());
   if (world.rank() == 1) optimizer.local_optimizer().in_step = fail;
   const auto start = std::chrono::steady_clock::now();
-  expect_error([&] { optimizer.step(); }, world.rank() == 1 ? std::vector<std::string>{"the gradient is odd"} : words);
+  const auto step_and_read = [&] {
+    optimizer.step();
+    if (is_overlapped) static_cast<void>(parameters[0].sum());
+  };
+  expect_error(step_and_read, world.rank() == 1 ? std::vector<std::string>{"the gradient is odd"} : words);
   EXPECT_LT(std::chrono::steady_clock::now() - start, 10s);
   if (!::testing::Test::HasFailure()) std::_Exit(kSawIt);
 }
 
-// ZERO-25
+// ZERO-25, ZERO-75
 TEST_P(ZeroProcesses, AreToldWhenOneThrows) {
-  const auto report = run_processes_from_gtest(
-      {.world_size = 3, .backend = GetParam(), .timeout = 60s, .expected_exit_code = kSawIt}, [](const World& world) {
-        expect_others_throw(world, [] { throw std::runtime_error("the gradient is odd"); },
-                            {"rank 1 left by an exception: the gradient is odd"});
-      });
-  EXPECT_TRUE(report.has_passed()) << report.describe();
+  for (const bool is_overlapped : {false, true}) {
+    const auto report =
+        run_processes_from_gtest({.world_size = 3, .backend = GetParam(), .timeout = 60s, .expected_exit_code = kSawIt},
+                                 [&](const World& world) {
+                                   expect_others_throw(
+                                       world, [] { throw std::runtime_error("the gradient is odd"); },
+                                       {"rank 1 left by an exception: the gradient is odd"}, is_overlapped);
+                                 });
+    EXPECT_TRUE(report.has_passed()) << report.describe();
+  }
 }
 
-// ZERO-25
+// ZERO-25, ZERO-75
 TEST_P(ZeroProcesses, NoticeWhenOneDies) {
-  const auto report = run_processes_from_gtest(
-      {.world_size = 3, .backend = GetParam(), .timeout = 60s, .expected_exit_code = kSawIt},
-      [](const World& world) { expect_others_throw(world, [] { std::_Exit(kSawIt); }, {"rank 1"}); });
-  EXPECT_TRUE(report.has_passed()) << report.describe();
+  for (const bool is_overlapped : {false, true}) {
+    const auto report = run_processes_from_gtest(
+        {.world_size = 3, .backend = GetParam(), .timeout = 60s, .expected_exit_code = kSawIt},
+        [&](const World& world) { expect_others_throw(world, [] { std::_Exit(kSawIt); }, {"rank 1"}, is_overlapped); });
+    EXPECT_TRUE(report.has_passed()) << report.describe();
+  }
+}
+
+// ZERO-75
+TEST_P(ZeroProcesses, MayEndWhileParametersAreOnTheirWay) {
+  testing::run_processes_in_gtest({.world_size = 3, .backend = GetParam()}, [](const World& world) {
+    for (auto [name, zero] : ways(world.group())) {
+      zero.overlap_parameter_sync = true;
+      const auto parameters = parameters_of({{1000, 1000}, {500}, {600, 700}});
+      ZeroRedundancyOptimizer<AdamW> optimizer(parameters, {}, zero);
+      set_gradients(parameters, 1);
+      optimizer.step();
+    }
+  });
 }
 
 }  // namespace
