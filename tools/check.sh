@@ -4,7 +4,7 @@
 #   tools/check.sh all      lint everything
 #   tools/check.sh format   check nothing, format everything in place
 #
-# Lint covers lockstep/ and cli/, headers included. Files that are compiled together are linted together, whichever of them changed: most
+# Lint covers lockstep/ and the programs (cli/, checkpoint_cli/), headers included. Files that are compiled together are linted together, whichever of them changed: most
 # of a lint is libtorch's headers, and so even a change of everything takes minutes. Not linted: tests/, examples/ and benchmarks/, which are only formatted, and
 # */optional/, which is compiled or not depending on the machine.
 set -euo pipefail
@@ -29,7 +29,7 @@ source_of_header() {
   elif [ -e "$alone" ]; then
     echo "$alone"
   else
-    git grep --untracked -lF "#include \"$1\"" -- 'lockstep/*.cpp' 'cli/*.cpp' | grep -v /optional/ | head -n 1 || true
+    git grep --untracked -lF "#include \"$1\"" -- 'lockstep/*.cpp' 'cli/*.cpp' 'checkpoint_cli/*.cpp' | grep -v /optional/ | head -n 1 || true
   fi
 }
 
@@ -54,7 +54,7 @@ python3 -B tools/check_behaviour.py
 echo "== lint"
 # clang-tidy goes on with its defaults after a mistake in its settings; this does not.
 "$bin/clang-tidy" --config-file=.clang-tidy --verify-config >/dev/null
-patterns=('lockstep/*.cpp' 'lockstep/*.h' 'cli/*.cpp' 'cli/*.h')
+patterns=('lockstep/*.cpp' 'lockstep/*.h' 'cli/*.cpp' 'cli/*.h' 'checkpoint_cli/*.cpp' 'checkpoint_cli/*.h')
 if [ "$mode" = quick ]; then
   base=${CHECK_BASE:-$(git merge-base HEAD origin/HEAD 2>/dev/null || true)}
   if [ -z "$base" ] || [ "$base" = "$(git rev-parse HEAD)" ]; then
@@ -75,7 +75,7 @@ if [ ${#sources[@]} -gt 0 ]; then
   # GCC's precompiled headers mean nothing to clang: lint with commands that lack them.
   python3 -B tools/lint_commands.py build/compile_commands.json build/lint
   printf '%s\n' "${sources[@]}" | xargs -P "$jobs" -n 1 "$bin/clang-tidy" -p build/lint --quiet --warnings-as-errors='*' \
-    --checks=-bugprone-suspicious-include --header-filter="^$PWD/(lockstep|cli)/.*\.(h|cpp)\$" 2>&1 |
+    --checks=-bugprone-suspicious-include --header-filter="^$PWD/(lockstep|cli|checkpoint_cli)/.*\.(h|cpp)\$" 2>&1 |
     { grep -vE '^[0-9]+ warnings? generated\.$' || true; }
 fi
 echo "${#sources[@]} units linted"

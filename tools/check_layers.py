@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks the #include lines of lockstep/ and cli/ against tools/layers.json.
+"""Checks the #include lines of lockstep/ and of the programs against tools/layers.json.
 
 Prints `file:line: offence (rule)` for each offence and exits 1 if there is any. Standard library only.
 Also checked: every folder is in the table, headers open with `#pragma once`, and includes of the

@@ -25,4 +25,5 @@ run("${CMAKE_COMMAND}" -S "${CONSUMER_DIR}" -B "${build}" -G "${GENERATOR}" "-DC
 run("${CMAKE_COMMAND}" --build "${build}")
 run("${build}/consumer")
 run("${prefix}/bin/lockstep-run" -n 2 "${build}/consumer")
+run("${prefix}/bin/lockstep-checkpoint" --version)
 file(REMOVE_RECURSE "${BINARY_DIR}/install-check")
