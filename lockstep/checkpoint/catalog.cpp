@@ -14,6 +14,7 @@
 #include "lockstep/base/str.h"
 #include "lockstep/checkpoint/folder.h"
 #include "lockstep/checkpoint/foreign_folders.h"
+#include "lockstep/checkpoint/json_text.h"
 #include "lockstep/checkpoint/safetensors.h"
 
 namespace lockstep::detail {
@@ -208,9 +209,9 @@ std::string index_text(const Catalog& catalog) {
 }
 
 Catalog parse_index(const std::string& text, const std::string& folder, const std::string& file) {
-  const auto json = Json::parse(text, nullptr, /*allow_exceptions=*/false);
+  const auto json = parsed_json<Json>(text, str(file, " is damaged, or no index of a checkpoint: it"));
   const bool is_ours = json.is_object() && json.value("format", Json()) == Json(kFormat);
-  TORCH_CHECK(is_ours, "[lockstep/checkpoint] ", file, " is no index of a checkpoint, or is damaged");
+  TORCH_CHECK(is_ours, "[lockstep/checkpoint] ", file, " is no index of a checkpoint");
   TORCH_CHECK(json.value("version", Json()) == Json(kVersion), "[lockstep/checkpoint] ", file, " has version ",
               json.value("version", Json()).dump(), "; this Lockstep reads version ", kVersion);
   const bool is_whole = text.starts_with(kChecksumStart) && json["checksum"] == Json(checksum_of(text));

@@ -6,6 +6,7 @@
 
 #include "lockstep/base/str.h"
 #include "lockstep/checkpoint/folder.h"
+#include "lockstep/checkpoint/json_text.h"
 #include "lockstep/checkpoint/safetensors.h"
 
 namespace lockstep::detail {
@@ -55,8 +56,8 @@ void add_file(Catalog& catalog, const std::string& name) {
   catalog.files.push_back({name, bytes_of_file(path)});
   PlainJson sharding;
   if (const auto found = header.metadata.find(kShardingInfo); found != header.metadata.end()) {
-    sharding = PlainJson::parse(found->second, nullptr, /*allow_exceptions=*/false);
-    TORCH_CHECK(sharding.is_object(), "[lockstep/checkpoint] ", path, ": its ", kShardingInfo, " is no JSON");
+    sharding = parsed_json<PlainJson>(found->second, str(path, ": its ", kShardingInfo));
+    TORCH_CHECK(sharding.is_object(), "[lockstep/checkpoint] ", path, ": its ", kShardingInfo, " is no object");
   }
   for (const auto& entry : header.entries) {
     add_entry(catalog, catalog.files.size() - 1, entry, offsets_in(sharding, entry, path));
@@ -65,7 +66,7 @@ void add_file(Catalog& catalog, const std::string& name) {
 
 /// The files that an index of Hugging Face's names.
 std::set<std::string> indexed_files(const std::string& path) {
-  const auto json = PlainJson::parse(text_of(path), nullptr, /*allow_exceptions=*/false);
+  const auto json = parsed_json<PlainJson>(text_of(path), path);
   const auto map = json.is_object() ? json.value("weight_map", PlainJson()) : PlainJson();
   TORCH_CHECK(map.is_object() && !map.empty(), "[lockstep/checkpoint] ", path, " has no weight_map");
   std::set<std::string> files;

@@ -11,6 +11,7 @@
 #include <nlohmann/json.hpp>
 
 #include "lockstep/base/str.h"
+#include "lockstep/checkpoint/json_text.h"
 
 namespace lockstep::detail {
 namespace {
@@ -145,8 +146,8 @@ SafetensorsHeader parse_safetensors(std::string_view start, int64_t file_bytes, 
   TORCH_CHECK(static_cast<int64_t>(start.size()) >= kLengthBytes + length, "[lockstep/checkpoint] ", file,
               " ends within its header");
   const auto text = start.substr(kLengthBytes, static_cast<std::size_t>(length));
-  const auto json = PlainJson::parse(text, nullptr, /*allow_exceptions=*/false);
-  TORCH_CHECK(json.is_object(), "[lockstep/checkpoint] ", file, " is no safetensors file: its header is no JSON");
+  const auto json = parsed_json<PlainJson>(text, str(file, " is no safetensors file: its header"));
+  TORCH_CHECK(json.is_object(), "[lockstep/checkpoint] ", file, " is no safetensors file: its header is no object");
   SafetensorsHeader header;
   for (const auto& [name, value] : json.items()) {
     if (name == "__metadata__") {
