@@ -45,6 +45,8 @@ void add_boxes(std::vector<Box>& boxes, const std::vector<int64_t>& prefix, cons
 }  // namespace
 
 int64_t Box::numel() const {
+  // A dim of none makes any other size harmless.
+  if (std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) return 0;
   return c10::multiply_integers(sizes);
 }
 
