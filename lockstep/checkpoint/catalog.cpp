@@ -46,10 +46,10 @@ std::optional<int64_t> element_bytes(const std::string& dtype) {
   return safetensors_bytes(dtype, {});
 }
 
-void check_piece(const Catalog& catalog, const std::string& name, const StoredTensor& tensor,
+void check_piece(const Catalog& catalog, const std::string& what, const std::string& name, const StoredTensor& tensor,
                  const StoredPiece& piece) {
   const auto refuse = [&](const auto&... why) {
-    TORCH_CHECK(false, "[lockstep/checkpoint] ", catalog.folder, ": a piece of '", name, "' ", why...);
+    TORCH_CHECK(false, "[lockstep/checkpoint] ", what, ": a piece of '", name, "' ", why...);
   };
   if (piece.file >= catalog.files.size()) refuse("is in a file that is not listed");
   const auto& file = catalog.files[piece.file];
@@ -83,11 +83,11 @@ std::optional<int64_t> element_count(const std::vector<int64_t>& sizes) {
   return is_too_large || count > INT64_MAX / 16 ? std::nullopt : std::optional(count);
 }
 
-void check_cover(const Catalog& catalog, const std::string& name, const StoredTensor& tensor) {
+void check_cover(const std::string& what, const std::string& name, const StoredTensor& tensor) {
   int64_t covered = 0;
   const auto whole = whole_box(tensor.sizes).numel();
   for (const auto& piece : tensor.pieces) covered = std::min(covered + piece.box.numel(), whole + 1);
-  TORCH_CHECK(covered == whole, "[lockstep/checkpoint] ", catalog.folder, ": the pieces of '", name, "' hold ",
+  TORCH_CHECK(covered == whole, "[lockstep/checkpoint] ", what, ": the pieces of '", name, "' hold ",
               covered > whole ? "more" : "fewer", " elements than its ", whole,
               covered < whole ? ". Is a file missing?" : ": they overlap");
   if (tensor.pieces.size() < 2) return;
@@ -100,8 +100,8 @@ void check_cover(const Catalog& catalog, const std::string& name, const StoredTe
   for (std::size_t i = 0; i < boxes.size(); ++i) {
     const auto end = boxes[i]->offsets[0] + boxes[i]->sizes[0];
     for (auto next = i + 1; next < boxes.size() && boxes[next]->offsets[0] < end; ++next) {
-      TORCH_CHECK(!intersection(*boxes[i], *boxes[next]), "[lockstep/checkpoint] ", catalog.folder, ": pieces of '",
-                  name, "' overlap: ", boxes[i]->to_string(), " and ", boxes[next]->to_string());
+      TORCH_CHECK(!intersection(*boxes[i], *boxes[next]), "[lockstep/checkpoint] ", what, ": pieces of '", name,
+                  "' overlap: ", boxes[i]->to_string(), " and ", boxes[next]->to_string());
     }
   }
 }
@@ -160,18 +160,20 @@ int64_t Catalog::bytes() const {
                          [](int64_t sum, const StoredFile& file) { return sum + file.bytes; });
 }
 
-void check_catalog(const Catalog& catalog) {
+void check_catalog(const Catalog& catalog, const std::string& what) {
+  TORCH_CHECK(catalog.world_size > 0, "[lockstep/checkpoint] ", what, ": it cannot be of ", catalog.world_size,
+              " ranks");
   for (const auto& file : catalog.files) {
     // An index must not lead anywhere else.
     const bool is_plain = !file.name.empty() && file.name.find('/') == std::string::npos && file.name.front() != '.';
-    TORCH_CHECK(is_plain && file.bytes >= 0, "[lockstep/checkpoint] ", catalog.folder, ": the index lists '", file.name,
+    TORCH_CHECK(is_plain && file.bytes >= 0, "[lockstep/checkpoint] ", what, " lists '", file.name,
                 "', which is no name of a file in the folder");
   }
   for (const auto& [name, tensor] : catalog.tensors) {
-    TORCH_CHECK(element_count(tensor.sizes), "[lockstep/checkpoint] ", catalog.folder, ": '", name, "' has sizes [",
+    TORCH_CHECK(element_count(tensor.sizes), "[lockstep/checkpoint] ", what, ": '", name, "' has sizes [",
                 join(tensor.sizes, ", "), "], which no tensor has");
-    for (const auto& piece : tensor.pieces) check_piece(catalog, name, tensor, piece);
-    check_cover(catalog, name, tensor);
+    for (const auto& piece : tensor.pieces) check_piece(catalog, what, name, tensor, piece);
+    check_cover(what, name, tensor);
   }
 }
 
@@ -218,7 +220,7 @@ Catalog parse_index(const std::string& text, const std::string& folder, const st
   TORCH_CHECK(is_whole, "[lockstep/checkpoint] ", file, " is damaged: its checksum is that of another text");
   try {
     auto catalog = catalog_from(json, folder);
-    check_catalog(catalog);
+    check_catalog(catalog, file);
     return catalog;
   } catch (const nlohmann::json::exception& problem) {
     TORCH_CHECK(false, "[lockstep/checkpoint] ", file, " is no index of a checkpoint: ", problem.what());

@@ -55,8 +55,9 @@ struct Catalog {
 /// The file that makes a folder a checkpoint of ours.
 inline constexpr const char* kIndexName = "lockstep.json";
 
-/// Throws, naming what is wrong, unless pieces lie in their files and cover their tensors without overlapping.
-void check_catalog(const Catalog& catalog);
+/// Throws unless pieces lie in their files and cover their tensors without overlapping; messages name the tensor, after
+/// `what`, the file or folder that says so.
+void check_catalog(const Catalog& catalog, const std::string& what);
 /// Throws, naming the file, unless all files are there and as long as they were.
 void check_files(const Catalog& catalog);
 

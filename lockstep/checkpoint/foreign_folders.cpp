@@ -83,7 +83,7 @@ Catalog catalog_of_file(const std::string& path) {
   const auto slash = path.rfind('/');
   Catalog catalog{.folder = slash == std::string::npos ? "" : path.substr(0, slash + 1)};
   add_file(catalog, path.substr(catalog.folder.size()));
-  check_catalog(catalog);
+  check_catalog(catalog, path);
   return catalog;
 }
 
@@ -105,7 +105,7 @@ Catalog catalog_of_foreign_folder(const std::string& folder) {
                 " names a file elsewhere: ", name);
     add_file(catalog, name);
   }
-  check_catalog(catalog);
+  check_catalog(catalog, folder);
   return catalog;
 }
 

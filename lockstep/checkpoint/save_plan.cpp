@@ -238,7 +238,7 @@ SavePlan plan_save(const std::vector<Offer>& offers, int64_t max_file_bytes) {
                files[i]);
     }
   }
-  check_catalog(plan.catalog);
+  check_catalog(plan.catalog, "what ranks have");
   return plan;
 }
 
