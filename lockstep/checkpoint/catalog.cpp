@@ -119,6 +119,13 @@ Json json_of(const StoredTensor& tensor) {
   return {{"dtype", tensor.dtype}, {"shape", tensor.sizes}, {"pieces", std::move(pieces)}};
 }
 
+/// Whatever number is in it, an int64_t holds it: get() would convert any other as well.
+bool has_only_integers(const Json& json) {
+  if (json.is_structured()) return std::all_of(json.begin(), json.end(), has_only_integers);
+  if (json.is_number_unsigned()) return json.get<uint64_t>() <= static_cast<uint64_t>(INT64_MAX);
+  return json.is_number_integer() || json.is_string();
+}
+
 StoredTensor tensor_from(const Json& json) {
   StoredTensor tensor{.dtype = json.at("dtype").get<std::string>(),
                       .sizes = json.at("shape").get<std::vector<int64_t>>()};
@@ -218,6 +225,10 @@ Catalog parse_index(const std::string& text, const std::string& folder, const st
               json.value("version", Json()).dump(), "; this Lockstep reads version ", kVersion);
   const bool is_whole = text.starts_with(kChecksumStart) && json["checksum"] == Json(checksum_of(text));
   TORCH_CHECK(is_whole, "[lockstep/checkpoint] ", file, " is damaged: its checksum is that of another text");
+  for (const auto* const name : {"world_size", "step", "files", "tensors"}) {
+    TORCH_CHECK(!json.contains(name) || has_only_integers(json.at(name)), "[lockstep/checkpoint] ", file,
+                " is no index of a checkpoint: its ", name, " are no integers");
+  }
   try {
     auto catalog = catalog_from(json, folder);
     check_catalog(catalog, file);
