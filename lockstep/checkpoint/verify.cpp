@@ -26,6 +26,23 @@ std::vector<PiecesOfFile> by_file(const Catalog& catalog) {
   return files;
 }
 
+/// A file's own header says of its pieces what the index says.
+void check_header(const lockstep::detail::SafetensorsHeader& header, const PiecesOfFile& pieces,
+                  const std::string& file) {
+  std::size_t found = 0;
+  for (const auto& entry : header.entries) {
+    if (entry.begin == entry.end) continue;
+    const auto piece = pieces.find(entry.begin);
+    TORCH_CHECK(piece != pieces.end() && *piece->second.first == entry.name &&
+                    piece->second.second->bytes == entry.end - entry.begin,
+                "[lockstep/checkpoint] ", file, " is damaged: the index knows of no tensor '", entry.name, "' of ",
+                entry.end - entry.begin, " bytes at ", entry.begin);
+    ++found;
+  }
+  TORCH_CHECK(found == pieces.size(), "[lockstep/checkpoint] ", file, " is damaged: its header names ", found,
+              " tensors, the index ", pieces.size());
+}
+
 }  // namespace
 
 std::vector<std::string> verify(const std::string& path, const ProgressFunction& progress) {
@@ -45,7 +62,7 @@ std::vector<std::string> verify(const std::string& path, const ProgressFunction&
   for (std::size_t i = 0; i < files.size(); ++i) {
     const auto file = catalog->path_of(catalog->files[i]);
     attempt([&] {
-      lockstep::detail::read_safetensors_header(file);
+      check_header(lockstep::detail::read_safetensors_header(file), files[i], file);
       lockstep::detail::MappedFile mapped(file, catalog->files[i].bytes);
       for (const auto& [begin, named] : files[i]) {
         const auto& [name, piece] = named;
