@@ -7,6 +7,7 @@
 #include <set>
 
 #include "lockstep/base/str.h"
+#include "lockstep/checkpoint/json_text.h"
 #include "lockstep/checkpoint/safetensors.h"
 #include "lockstep/checkpoint/value_json.h"
 
@@ -177,12 +178,20 @@ void add_file(SavePlan& plan, PlannedFile file, const std::vector<const Candidat
 
 Offer offer_of(const dcp::Outgoing& out) {
   Offer offer;
+  const auto check_name = [](const std::string& name) {
+    TORCH_CHECK(is_text(name) && name != "__metadata__",
+                "[lockstep/checkpoint] nothing in a checkpoint can be called '", name, "'");
+  };
   for (const auto& [name, tensor] : out.all_tensors()) {
+    check_name(name);
     auto& into = offer.tensors[name];
     into = {.dtype = dtype_name(tensor.dtype, name), .sizes = tensor.sizes, .replicas = tensor.replicas};
     for (const auto& piece : tensor.pieces) into.boxes.push_back(piece.box);
   }
-  for (const auto& [name, value] : out.all_values()) offer.values.emplace(name, json_of(value, name));
+  for (const auto& [name, value] : out.all_values()) {
+    check_name(name);
+    offer.values.emplace(name, json_of(value, name));
+  }
   return offer;
 }
 
