@@ -225,6 +225,10 @@ Catalog parse_index(const std::string& text, const std::string& folder, const st
               json.value("version", Json()).dump(), "; this Lockstep reads version ", kVersion);
   const bool is_whole = text.starts_with(kChecksumStart) && json["checksum"] == Json(checksum_of(text));
   TORCH_CHECK(is_whole, "[lockstep/checkpoint] ", file, " is damaged: its checksum is that of another text");
+  for (const auto* const name : {"tensors", "values"}) {
+    TORCH_CHECK(json.contains(name) && json.at(name).is_object(), "[lockstep/checkpoint] ", file,
+                " is no index of a checkpoint: it has no ", name);
+  }
   for (const auto* const name : {"world_size", "step", "files", "tensors"}) {
     TORCH_CHECK(!json.contains(name) || has_only_integers(json.at(name)), "[lockstep/checkpoint] ", file,
                 " is no index of a checkpoint: its ", name, " are no integers");
