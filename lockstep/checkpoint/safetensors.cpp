@@ -27,12 +27,14 @@ struct Dtype {
   at::ScalarType type;
 };
 
-constexpr std::array<Dtype, 17> kDtypes = {{{"F64", at::kDouble},
+constexpr std::array<Dtype, 19> kDtypes = {{{"F64", at::kDouble},
                                             {"F32", at::kFloat},
                                             {"F16", at::kHalf},
                                             {"BF16", at::kBFloat16},
                                             {"F8_E4M3", at::kFloat8_e4m3fn},
                                             {"F8_E5M2", at::kFloat8_e5m2},
+                                            {"F8_E4M3FNUZ", at::kFloat8_e4m3fnuz},
+                                            {"F8_E5M2FNUZ", at::kFloat8_e5m2fnuz},
                                             {"F8_E8M0", at::kFloat8_e8m0fnu},
                                             {"C64", at::kComplexFloat},
                                             {"I64", at::kLong},

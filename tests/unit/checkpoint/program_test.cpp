@@ -216,9 +216,26 @@ TEST(CheckpointDifferences, NameWhatChanged) {
 
 TEST(CheckpointDifferences, AreSeenInEveryType) {
   const testing::TempDir folder;
-  for (const auto type : {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16, at::kFloat8_e4m3fn, at::kFloat8_e5m2,
-                          at::kFloat8_e8m0fnu, at::kComplexFloat, at::kComplexDouble, at::kLong, at::kInt, at::kShort,
-                          at::kChar, at::kUInt64, at::kUInt32, at::kUInt16, at::kByte, at::kBool}) {
+  for (const auto type : {at::kDouble,
+                          at::kFloat,
+                          at::kHalf,
+                          at::kBFloat16,
+                          at::kFloat8_e4m3fn,
+                          at::kFloat8_e5m2,
+                          at::kFloat8_e8m0fnu,
+                          at::kFloat8_e4m3fnuz,
+                          at::kFloat8_e5m2fnuz,
+                          at::kComplexFloat,
+                          at::kComplexDouble,
+                          at::kLong,
+                          at::kInt,
+                          at::kShort,
+                          at::kChar,
+                          at::kUInt64,
+                          at::kUInt32,
+                          at::kUInt16,
+                          at::kByte,
+                          at::kBool}) {
     const auto one = at::zeros({3, 5}).to(type);
     const auto other = at::zeros({3, 5}).index_put_({at::tensor(1), at::tensor(2)}, at::ones({})).to(type);
     save(folder.file("a"), {{"x", one}});

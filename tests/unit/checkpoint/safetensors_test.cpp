@@ -67,9 +67,10 @@ TEST(Safetensors, HaveAFileWithoutTensors) {
 }
 
 TEST(Safetensors, HaveANameForEveryTypeAndBack) {
-  for (const auto type : {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16, at::kFloat8_e4m3fn, at::kFloat8_e5m2,
-                          at::kFloat8_e8m0fnu, at::kComplexFloat, at::kLong, at::kInt, at::kShort, at::kChar,
-                          at::kUInt64, at::kUInt32, at::kUInt16, at::kByte, at::kBool}) {
+  for (const auto type :
+       {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16, at::kFloat8_e4m3fn, at::kFloat8_e5m2, at::kFloat8_e8m0fnu,
+        at::kFloat8_e4m3fnuz, at::kFloat8_e5m2fnuz, at::kComplexFloat, at::kLong, at::kInt, at::kShort, at::kChar,
+        at::kUInt64, at::kUInt32, at::kUInt16, at::kByte, at::kBool}) {
     const auto name = safetensors_dtype(type);
     ASSERT_FALSE(name.empty()) << type;
     EXPECT_EQ(dtype_from_safetensors(name), type);
