@@ -215,13 +215,16 @@ if [ "$python" = "$PWD/.venv/bin/python3" ] && ! has_installed 'pytest-*' && [ !
     say "going on without pytest: the tests of the Python plugin will be skipped"
 fi
 
-# What the Llama of the examples is compared with. Tried once, as above.
-if [ "$python" = "$PWD/.venv/bin/python3" ] && ! has_installed 'transformers-*' && [ ! -e build/.transformers_tried ]; then
-  touch build/.transformers_tried
-  say "installing transformers into .venv"
-  .venv/bin/python3 -m pip install -q --disable-pip-version-check "transformers==$transformers_version" "safetensors==$safetensors_version" >&2 ||
-    say "going on without transformers: comparisons with it will be skipped"
-fi
+# What some tests compare with, checkpoints and the Llama of the examples, and are skipped without. Each is tried once.
+optional_pip_packages=("safetensors==$safetensors_version" "transformers==$transformers_version")
+for package in "${optional_pip_packages[@]}"; do
+  tried=build/.optional_pip_packages_tried
+  [ "$python" = "$PWD/.venv/bin/python3" ] && ! has_installed "${package%%==*}-*" && ! grep -qsx "$package" $tried || continue
+  printf '%s\n' "$package" >>$tried
+  say "installing $package into .venv"
+  .venv/bin/python3 -m pip install -q --disable-pip-version-check "$package" >&2 ||
+    say "going on without $package: some tests will be skipped"
+done
 
 if [ -n "$must_install_clang_tools" ]; then
   say "installing clang-format and clang-tidy $clang_tools_version into .venv"
