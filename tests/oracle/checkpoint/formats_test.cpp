@@ -67,6 +67,7 @@ std::string dtype_name(at::ScalarType type) {
                                                                {at::kFloat8_e5m2, "float8_e5m2"},
                                                                {at::kFloat8_e4m3fnuz, "float8_e4m3fnuz"},
                                                                {at::kFloat8_e5m2fnuz, "float8_e5m2fnuz"},
+                                                               {at::kFloat8_e8m0fnu, "float8_e8m0fnu"},
                                                                {at::kComplexFloat, "complex64"},
                                                                {at::kLong, "int64"},
                                                                {at::kInt, "int32"},
@@ -109,9 +110,10 @@ Tensors of_all_dtypes() {
                      {"permuted", at::randn({2, 3, 4}).permute({2, 0, 1})},
                      {"special", at::tensor({std::nanf(""), -0.0F, INFINITY, 1e-45F})},
                      {"a.dotted.näme \"quoted\"", at::arange(7)}};
-  for (const auto type : {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16, at::kFloat8_e4m3fn, at::kFloat8_e5m2,
-                          at::kFloat8_e4m3fnuz, at::kFloat8_e5m2fnuz, at::kComplexFloat, at::kLong, at::kInt,
-                          at::kShort, at::kChar, at::kUInt64, at::kUInt32, at::kUInt16, at::kByte, at::kBool}) {
+  for (const auto type :
+       {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16, at::kFloat8_e4m3fn, at::kFloat8_e5m2, at::kFloat8_e4m3fnuz,
+        at::kFloat8_e5m2fnuz, at::kFloat8_e8m0fnu, at::kComplexFloat, at::kLong, at::kInt, at::kShort, at::kChar,
+        at::kUInt64, at::kUInt32, at::kUInt16, at::kByte, at::kBool}) {
     tensors[lockstep::str("of ", type)] = (at::randn({3, 5}) * 4).abs().to(type);
   }
   return tensors;
