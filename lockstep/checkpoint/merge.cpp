@@ -31,12 +31,15 @@ int64_t bytes_of(const StoredTensor& tensor) {
   return bytes;
 }
 
-std::vector<MergedFile> planned(const Catalog& catalog, const MergeOptions& options) {
+std::vector<MergedFile> planned(const Catalog& catalog, const std::string& from, const MergeOptions& options) {
   std::vector<MergedFile> files;
   int64_t bytes = 0;
   const auto prefix = options.entry.empty() ? "" : options.entry + ".";
   for (const auto& [name, tensor] : catalog.tensors) {
     if (!name.starts_with(prefix)) continue;
+    TORCH_CHECK(tensor.dtype == "C128" || lockstep::detail::dtype_from_safetensors(tensor.dtype),
+                "[lockstep/checkpoint] ", from, ": '", name, "' is of type ", tensor.dtype,
+                ", which this libtorch does not have");
     const auto size = bytes_of(tensor);
     if (files.empty() || (bytes > 0 && bytes + size > options.max_file_bytes)) {
       files.emplace_back();
@@ -51,7 +54,7 @@ std::vector<MergedFile> planned(const Catalog& catalog, const MergeOptions& opti
     files.back().entries.push_back(std::move(entry));
     files.back().sources.push_back(name);
   }
-  TORCH_CHECK(!files.empty(), "[lockstep/checkpoint] ", catalog.folder, " has no tensors",
+  TORCH_CHECK(!files.empty(), "[lockstep/checkpoint] ", from, " has no tensors",
               options.entry.empty() ? "" : str(" of '", options.entry, "'"));
   for (std::size_t i = 0; i < files.size(); ++i) {
     std::string name(64, '\0');
@@ -76,7 +79,7 @@ std::string index_of(const std::vector<MergedFile>& files, int64_t bytes) {
 void merge(const std::string& from, const std::string& to, const MergeOptions& options) {
   const at::NoGradGuard no_grad;
   const auto catalog = lockstep::detail::open_catalog(from);
-  auto files = planned(catalog, options);
+  auto files = planned(catalog, from, options);
   int64_t bytes = 0;
   for (const auto& file : files) {
     for (const auto& source : file.sources) bytes += bytes_of(catalog.tensors.at(source));

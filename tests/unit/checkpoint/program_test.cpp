@@ -165,6 +165,9 @@ TEST(CheckpointListing, ShowsTypesThatLibtorchDoesNotHave) {
   std::string length(8, '\0');
   length[0] = static_cast<char>(header.size());
   std::ofstream(folder.file("f4.safetensors"), std::ios::binary) << length << header << "ab";
+  const auto merged = run_here({"merge", folder.file("f4.safetensors"), folder.file("merged")});
+  EXPECT_EQ(merged.code, 2);
+  EXPECT_THAT(merged.err, HasSubstr("f4.safetensors: 'x' is of type F4, which this libtorch does not have"));
   EXPECT_THAT(run_here({"inspect", folder.file("f4.safetensors")}).out, HasSubstr("x     F4     [4]         1      2"));
 }
 
