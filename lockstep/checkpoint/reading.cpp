@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "lockstep/base/crc32c.h"
 #include "lockstep/base/str.h"
@@ -86,6 +87,12 @@ std::vector<std::string> Reading::names(const std::string& prefix) {
   add(catalog_.tensors);
   add(catalog_.values);
   return names;
+}
+
+void Reading::object(const std::string& name, dcp::Stateful& object) {
+  const auto before = std::exchange(entry_, detail::full_name(entry_, name));
+  object.load(*this);
+  entry_ = before;
 }
 
 void Reading::note_missing(const std::string& name) {

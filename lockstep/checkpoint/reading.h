@@ -35,6 +35,7 @@ class Reading : public dcp::Incoming {
   std::optional<c10::IValue> find_value(const std::string& name) override;
   std::vector<std::string> names(const std::string& prefix) override;
   void pieces(const std::string& name, const std::vector<int64_t>& sizes, std::vector<BoxedValues> into) override;
+  void object(const std::string& name, dcp::Stateful& object) override;
   void read_now(const std::string& name, const std::vector<BoxedValues>& into) override;
   void pass_over(const std::string& name) override;
   void refuse(const std::string& why) override;

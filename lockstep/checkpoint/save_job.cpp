@@ -6,6 +6,8 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 
 #include "lockstep/base/observer.h"
 #include "lockstep/base/str.h"
@@ -19,6 +21,17 @@ constexpr int64_t kAlignment = 64;
 
 int64_t aligned(int64_t bytes) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+/// Network file systems may show other hosts' folders a little later.
+bool comes_into_sight(const std::string& folder) {
+  constexpr auto kPatience = std::chrono::seconds(10);
+  constexpr auto kBetween = std::chrono::milliseconds(50);
+  for (const auto until = std::chrono::steady_clock::now() + kPatience; !is_folder(folder);) {
+    if (std::chrono::steady_clock::now() > until) return false;
+    std::this_thread::sleep_for(kBetween);
+  }
+  return true;
 }
 
 /// Announced, so that tests can let it fail and traces show it.
@@ -72,6 +85,10 @@ SaveJob::SaveJob(std::string path, const dcp::State& state, dcp::SaveOptions opt
     for (const auto& each : said) offers.push_back(unpacked_offer(each));
     plan_ = plan_save(offers, options_.max_file_bytes);
   });
+  if (rank_ == 0 && !plan_.differing_values.empty()) {
+    TORCH_WARN("[lockstep/checkpoint] ranks have other values of ", join(plan_.differing_values, ", "),
+               ". The first rank's are saved. For every rank's own use per_rank().");
+  }
   plan_.catalog.step = options_.step;
   for (const auto& [name, object] : state.entries()) plan_.catalog.entries.push_back(name);
   for (const auto& file : plan_.files) {
@@ -89,7 +106,7 @@ SaveJob::SaveJob(std::string path, const dcp::State& state, dcp::SaveOptions opt
   });
   if (!folder_) folder_.emplace(path_, made);
   together.all_do(what_, [&] {
-    TORCH_CHECK(is_folder(made), "[lockstep/checkpoint] it does not see the folder ", made,
+    TORCH_CHECK(comes_into_sight(made), "[lockstep/checkpoint] it does not see the folder ", made,
                 ", which rank 0 has made. All ranks must see the same one.");
   });
 }

@@ -232,7 +232,10 @@ SavePlan plan_save(const std::vector<Offer>& offers, int64_t max_file_bytes) {
     for (const auto& [name, tensor] : offer.tensors) {
       plan.catalog.tensors.try_emplace(name, StoredTensor{.dtype = tensor.dtype, .sizes = tensor.sizes});
     }
-    plan.catalog.values.insert(offer.values.begin(), offer.values.end());
+    for (const auto& [name, value] : offer.values) {
+      const bool is_same = plan.catalog.values.try_emplace(name, value).first->second == value;
+      if (!is_same) plan.differing_values.insert(name);
+    }
   }
   auto candidates = candidates_in(offers);
   choose_writers(candidates, offers.size());

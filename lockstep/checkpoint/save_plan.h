@@ -3,6 +3,7 @@
 #pragma once
 
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -42,6 +43,9 @@ struct PlannedFile {
 struct SavePlan {
   Catalog catalog = {};                 // without checksums
   std::vector<PlannedFile> files = {};  // as in the catalog
+
+  /// Values that ranks have given differently, of which the first rank's is saved.
+  std::set<std::string> differing_values = {};
 
   /// Bytes of all files.
   int64_t bytes() const { return catalog.bytes(); }

@@ -165,6 +165,17 @@ StatefulPtr stateful(DistributedSampler& sampler) {
       });
 }
 
+StatefulPtr per_rank(StatefulPtr object) {
+  return made([object](Outgoing& out) { out.object(str("rank", out.rank()), *object); },
+              [object](Incoming& in) {
+                for (const auto& name : in.names()) in.pass_over(name);
+                if (in.world_size() == in.saved_world_size()) return in.object(str("rank", in.rank()), *object);
+                if (in.rank() != 0) return;
+                TORCH_WARN("[lockstep/checkpoint] what ", in.saved_world_size(),
+                           " ranks have saved each for itself is not ", "loaded by ", in.world_size());
+              });
+}
+
 StatefulPtr random_state() {
   return made(
       [](Outgoing& out) {

@@ -72,6 +72,10 @@ inline StatefulPtr stateful(Stateful& object) {
 /// theirs.
 StatefulPtr random_state();
 
+/// What differs between ranks, such as a data loader's place: each saves its own, and loads it if there were as many
+/// ranks. With fewer or more of them, everybody keeps what they have, with a warning.
+StatefulPtr per_rank(StatefulPtr object);
+
 /// DistributedDataParallel and other wrappers have the names of what they wrap.
 template <class M>
 StatefulPtr stateful(WrappedModule<M>& wrapper) {
@@ -95,6 +99,13 @@ template <class Holder>
   }
 StatefulPtr stateful(torch::optim::Optimizer& optimizer, Holder& holder) {
   return stateful(optimizer, *holder);
+}
+
+/// Of anything that stateful() takes: state.add("loader", dcp::per_rank(loader)).
+template <class Object, class... With>
+  requires(!std::convertible_to<Object&, StatefulPtr>)
+StatefulPtr per_rank(Object& object, With&... with) {
+  return per_rank(stateful(object, with...));
 }
 
 class State {

@@ -4,6 +4,8 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/util/Exception.h>
 
+#include <utility>
+
 #include "lockstep/checkpoint/names.h"
 
 namespace lockstep::dcp {
@@ -79,6 +81,12 @@ void Outgoing::values(const std::string& name, const NamedValues& values) {
     if (value.isTensor()) tensor(lockstep::detail::full_name(name, key), value.toTensor());
   }
   value(name, others);
+}
+
+void Outgoing::object(const std::string& name, Stateful& object) {
+  const auto before = std::exchange(entry_, full_name(name));
+  object.save(*this);
+  entry_ = before;
 }
 
 c10::IValue Incoming::value(const std::string& name) {

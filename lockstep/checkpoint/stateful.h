@@ -49,7 +49,8 @@ enum class Replicas {
 /// Where an object puts what it has, by names of its own. Made by save().
 class Outgoing {
  public:
-  /// Numbers, text, tuples, lists, dicts by name. That of the first rank that gives it is saved.
+  /// Numbers, text, tuples, lists, dicts by name. That of the first rank that gives it is saved, with a warning if
+  /// others have given something else: what is different on every rank belongs into per_rank().
   void value(const std::string& name, c10::IValue value);
   /// A whole tensor.
   void tensor(const std::string& name, const at::Tensor& tensor, Replicas replicas = Replicas::kFirst);
@@ -60,6 +61,8 @@ class Outgoing {
   void bytes(const std::string& name, std::string_view bytes);
   /// Options or state of something: tensors as tensors, and the rest as one value.
   void values(const std::string& name, const NamedValues& values);
+  /// Everything that another object gives, under `name`.
+  void object(const std::string& name, Stateful& object);
 
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
@@ -115,6 +118,8 @@ class Incoming {
   std::optional<std::string> bytes(const std::string& name);
   /// As Outgoing::values() was given; tensors are filled later. Empty if they are missing.
   NamedValues values(const std::string& name);
+  /// As Outgoing::object() was given.
+  virtual void object(const std::string& name, Stateful& object) = 0;
   /// Reads elements of a tensor at once. Inside of then(), or for what decides what else is asked for. Throws if it
   /// cannot.
   virtual void read_now(const std::string& name, const std::vector<BoxedValues>& into) = 0;

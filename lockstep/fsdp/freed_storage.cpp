@@ -5,22 +5,10 @@
 #include <cstddef>
 #include <utility>
 
+#include "lockstep/intercept/address_message.h"
+
 namespace lockstep::detail {
 namespace {
-
-/// Releases before 2.13 cannot take the message back: there a freed storage is an empty one.
-template <class Storage>
-constexpr bool kHasMessages = requires(Storage& storage) { storage.clear_data_ptr_access_error_msg_(); };
-
-template <class Storage>
-void set_message(Storage& storage, const std::string& message) {
-  if constexpr (kHasMessages<Storage>) storage.release_data_and_set_meta_custom_data_ptr_error_msg_(message);
-}
-
-template <class Storage>
-void clear_message(Storage& storage) {
-  if constexpr (kHasMessages<Storage>) storage.clear_data_ptr_access_error_msg_();
-}
 
 at::Tensor without_memory(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device) {
   auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), 0,
@@ -64,10 +52,10 @@ void FreedStorage::exchange(at::ScalarType dtype, at::Device device) {
 
 void FreedStorage::set(c10::StorageImpl& storage, void* data, std::size_t bytes, const at::Tensor& buffer) {
   auto memory = std::make_unique<Memory>(Memory{owned_.lock(), buffer});
-  clear_message(storage);
+  clear_address_message(storage);
   storage.set_nbytes(bytes);
   storage.set_data_ptr_noswap(c10::DataPtr(data, memory.release(), &Memory::destroy, storage.device()));
-  if (!buffer.defined()) set_message(storage, message_);
+  if (!buffer.defined()) set_address_message(storage, message_);
 }
 
 at::Tensor FreedStorage::tensor() const {

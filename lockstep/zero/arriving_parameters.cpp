@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "lockstep/base/str.h"
+#include "lockstep/intercept/address_message.h"
 #include "lockstep/intercept/key.h"
 #include "lockstep/intercept/storage_owner.h"
 
@@ -49,7 +50,7 @@ class ArrivingParameters::Watch final : public StorageOwner {
       }
     }
     for (const auto& [storage, expected] : expected_) {
-      storage->release_data_and_set_meta_custom_data_ptr_error_msg_(message);  // it frees nothing, whatever its name
+      set_address_message(*storage, message);
     }
   }
 
@@ -59,7 +60,7 @@ class ArrivingParameters::Watch final : public StorageOwner {
       const auto found = expected_.find(each.tensor.storage().unsafeGetStorageImpl());
       if (found == expected_.end()) continue;
       for (const auto arrival : found->second.arrivals) arrivals_[arrival].wait();
-      found->first->clear_data_ptr_access_error_msg_();
+      clear_address_message(*found->first);
       expected_.erase(found);
     }
   }
@@ -89,7 +90,7 @@ class ArrivingParameters::Watch final : public StorageOwner {
   };
 
   void release() {
-    for (const auto& [storage, expected] : expected_) storage->clear_data_ptr_access_error_msg_();
+    for (const auto& [storage, expected] : expected_) clear_address_message(*storage);
     expected_.clear();
   }
 

@@ -76,6 +76,7 @@ void save_and_die(const World& world) {
   }
 }
 
+// FSDP-100
 TEST(CheckpointDeaths, LeaveAWholeCheckpointWheneverTheyCome) {
   const auto trials = std::stoi(env("LOCKSTEP_CHECKPOINT_TRIALS").value_or("6"));
   const testing::TempDir folder;

@@ -50,6 +50,7 @@ void expect_same(const Whole& actual, const Whole& expected, const std::string& 
 /// Saved by every layout on 1 to 4 ranks, loaded by every layout on 1 to 4 ranks, saved again, and read by one process.
 class Matrix : public ::testing::TestWithParam<std::string> {};
 
+// TP-56, ZERO-70
 TEST_P(Matrix, IsReadByAllOthers) {
   const testing::TempDir folder;
   Whole expected(1);

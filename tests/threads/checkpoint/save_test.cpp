@@ -74,6 +74,7 @@ struct FailsAt {
   StepScope scope;
 };
 
+// FSDP-100
 TEST(CheckpointSave, ThatFailsOnOneRankThrowsOnAllAndLeavesTheLastOne) {
   for (const auto& [who, unit, state] :
        std::vector<std::tuple<int, std::string, std::string>>{{0, "rank-00000", "write"},
@@ -197,6 +198,7 @@ TEST(CheckpointLoad, NamesWhatIsMissingExtraAndOfOtherSizes) {
   dcp::load(folder.file("linear"), dcp::State().add("x", model), renamed);
 }
 
+// FSDP-100
 TEST(CheckpointLoad, NoticesDamage) {
   const testing::TempDir folder;
   const auto path = folder.file("x");
@@ -290,6 +292,37 @@ TEST(CheckpointLoad, TakesEverythingThatARunHas) {
     EXPECT_TRUE(again.ema.equal(all.ema));
   });
   EXPECT_TRUE(drawn[0].equal(drawn[1]));
+}
+
+TEST(CheckpointLoad, GivesEveryRankItsOwn) {
+  const testing::TempDir folder;
+  const auto path = folder.file("x");
+  on_ranks(2, [&](const World& world) {
+    int64_t place = 10 + world.rank();
+    auto mine = at::full({4 + world.rank()}, world.rank());
+    dcp::State state;
+    state.add("place", dcp::per_rank(place)).add("mine", dcp::per_rank(mine));
+    dcp::save(path, state);
+    place = 0;
+    mine.fill_(7);
+    dcp::load(path, state);
+    EXPECT_EQ(place, 10 + world.rank());
+    EXPECT_TRUE(mine.eq(world.rank()).all().item<bool>());
+  });
+  on_ranks(3, [&](const World&) {
+    int64_t place = 7;
+    auto mine = at::full({2}, 7);
+    dcp::load(path, dcp::State().add("place", dcp::per_rank(place)).add("mine", dcp::per_rank(mine)));
+    EXPECT_EQ(place, 7);
+    EXPECT_TRUE(mine.eq(7).all().item<bool>());
+  });
+  // Without it the first rank's counts, which is told.
+  on_ranks(2, [&](const World& world) {
+    int64_t place = 10 + world.rank();
+    dcp::save(path, dcp::State().add("place", place));
+    dcp::load(path, dcp::State().add("place", place));
+    EXPECT_EQ(place, 10);
+  });
 }
 
 TEST(CheckpointLoad, FillsModulesOnTheMetaDevice) {
