@@ -16,10 +16,10 @@ inline constexpr int kStepsInARow = 4;
 /// "torch-adamw": torch::optim::AdamW, not divided.
 ///
 /// Timed are "step", from zero_grad() to the end of the optimizer's step, and "optimizer-step" alone; and several steps
-/// until all parameters are there, "steps-in-a-row". Counted are
-/// "state" and, for ours, "even-share": the state of an optimizer that is not divided by the number of ranks; and with
-/// several ranks what tensors take beside the result while it is collected: "consolidation" in chunks,
-/// "consolidation-bound" what that promises, "consolidation-at-once" the plain way. Collective.
+/// until all parameters are there, "steps-in-a-row". Counted are "state" and, for ours, "even-share": the state of an
+/// optimizer that is not divided by the number of ranks; and with several ranks what tensors take beside the result
+/// while it is collected: "consolidation" in chunks, "consolidation-bound" what that promises, "consolidation-at-once"
+/// the plain way. Collective.
 Contender make_contender(const std::string& name, const Case& which, const World& world);
 
 }  // namespace lockstep::bench

@@ -98,7 +98,7 @@ ZeroOptimizer::ZeroOptimizer(const Groups& groups, LocalOptimizerType type, Zero
 
 ZeroOptimizer::~ZeroOptimizer() {
   try {
-    wait_for_parameters();
+    if (arriving_) arriving_->wait();
   } catch (const std::exception& error) {
     LOG(WARNING) << "[lockstep/zero] parameters of the last step did not arrive, and cannot be read: " << error.what();
   }

@@ -53,8 +53,8 @@ struct ZeroOptions {
   bool parameters_as_bucket_view = false;
   bool overlap_with_ddp = false;
   /// step() returns while parameters are on their way, in the order of the groups, and whoever touches one waits for
-  /// it: the next forward runs meanwhile. The values are the same. Memory that is read without an operator needs
-  /// wait_for_parameters() first, else it throws. Not with overlap_with_ddp.
+  /// it: the next forward runs meanwhile. The values are the same. What takes addresses, as torch::save() of the model
+  /// does, throws before wait_for_parameters(); an address that was kept is not noticed. Not with overlap_with_ddp.
   bool overlap_parameter_sync = false;
   /// kElements divides evenly whatever the sizes are; for optimizers that treat every element alike. Parameters then
   /// become views of flat tensors. Not given: kElements with ZeroStage::kGradients, which needs it, else kParameters.

@@ -87,7 +87,7 @@ std::vector<std::string> ZeroOptimizer::recover(const GroupPtr& group, const std
   try {
     wait_for_parameters();
   } catch (const c10::DistBackendError&) {
-    arriving_->abandon();
+    if (arriving_) arriving_->abandon();
     arriving_.reset();
   }
   const bool is_divided = options_.stage != ZeroStage::kReplicated;
