@@ -26,6 +26,11 @@ bool is_kind(const std::string& path, mode_t kind) {
   return ::stat(path.c_str(), &about) == 0 && (about.st_mode & S_IFMT) == kind;
 }
 
+std::string without_last_slash(const std::string& path) {
+  const auto [above, name] = split_path(path);
+  return above + name;
+}
+
 /// Of two folders; false if the file system cannot.
 bool exchange(const std::string& one, const std::string& other) {
   return ::renameat2(AT_FDCWD, one.c_str(), AT_FDCWD, other.c_str(), RENAME_EXCHANGE) == 0;
@@ -105,7 +110,7 @@ std::pair<std::string, std::string> split_path(std::string path) {
   return {path.substr(0, slash + 1), path.substr(slash + 1)};
 }
 
-NewFolder::NewFolder(const std::string& path) : path_(path) {
+NewFolder::NewFolder(const std::string& path) : path_(without_last_slash(path)) {
   const auto [above, name] = split_path(path);
   make_folder(above);
   std::random_device random;
@@ -119,7 +124,10 @@ NewFolder::~NewFolder() {
 
 void NewFolder::put_in_place() const {
   if (!is_folder(path_)) return rename_on_disk(made_, path_);
-  if (exchange(made_, path_)) return remove_folder(made_);
+  if (exchange(made_, path_)) {
+    flush_folder_of(path_);  // before what had the name is gone
+    return remove_folder(made_);
+  }
   const auto aside = made_ + ".before";
   rename_on_disk(path_, aside);
   rename_on_disk(made_, path_);

@@ -21,13 +21,13 @@ bool flush(const std::string& path, int flags) {
   return is_flushed;
 }
 
-/// Some file systems cannot flush a folder, and there is nothing to undo by then: not an error.
+}  // namespace
+
 void flush_folder_of(const std::string& file) {
+  // Some file systems cannot, and there is nothing to undo by then: not an error.
   const auto slash = file.rfind('/');
   flush(slash == std::string::npos ? "." : file.substr(0, slash + 1), O_RDONLY | O_DIRECTORY);
 }
-
-}  // namespace
 
 void flush_to_disk(const std::string& file) {
   TORCH_CHECK(flush(file, O_RDONLY), "[lockstep/state] cannot write ", file, ": ", std::strerror(errno));
