@@ -33,7 +33,9 @@ std::optional<int64_t> step_in(const std::string& name) {
   const bool is_number =
       !digits.empty() && digits.size() < 19 &&
       std::all_of(digits.begin(), digits.end(), [](char each) { return each >= '0' && each <= '9'; });
-  return is_number ? std::optional<int64_t>(std::stoll(digits)) : std::nullopt;
+  if (!is_number) return std::nullopt;
+  const auto step = static_cast<int64_t>(std::stoll(digits));
+  return name_of(step) == name ? std::optional(step) : std::nullopt;
 }
 
 bool looks_whole(const std::string& path) {

@@ -10,6 +10,7 @@
 
 #include "lockstep/base/crc32c.h"
 #include "lockstep/base/str.h"
+#include "lockstep/checkpoint/manager.h"
 #include "lockstep/checkpoint/safetensors.h"
 #include "lockstep/checkpoint/save.h"
 #include "lockstep/checkpoint/verify.h"
@@ -344,6 +345,20 @@ TEST(Checkpoints, AreRefusedIfAFileIsMissingOrCut) {
   ASSERT_EQ(::unlink(file.c_str()), 0);
   EXPECT_THAT(error_of([&] { open_catalog(path); }), HasSubstr("cannot read " + file));
   EXPECT_EQ(dcp::verify(path).size(), 1);
+}
+
+TEST(Checkpoints, OfAManagerHaveItsNames) {
+  const testing::TempDir folder;
+  auto values = at::ones({5});
+  dcp::State state;
+  state.add("x", values);
+  const dcp::CheckpointManager manager(folder.path());
+  for (const auto* name : {"step-7", "step-0000000000000007", "step-", "step-x", "other"}) {
+    dcp::save(folder.file(name), state);
+  }
+  EXPECT_TRUE(manager.steps().empty());
+  dcp::save(manager.path_of(7), state);
+  EXPECT_EQ(manager.steps(), std::vector<int64_t>{7});
 }
 
 TEST(Checkpoints, AreVerifiedByteByByte) {
