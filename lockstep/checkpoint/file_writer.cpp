@@ -42,7 +42,8 @@ void FileWriter::write(const std::string& bytes) {
 }
 
 uint32_t FileWriter::write(const at::Tensor& values, const std::function<void(int64_t)>& on_bytes) {
-  const auto local = values.detach().cpu().contiguous();
+  // Views may be lazily conjugated or negated: what counts are values.
+  const auto local = values.detach().resolve_conj().resolve_neg().cpu().contiguous();
   const auto* bytes = static_cast<const char*>(local.const_data_ptr());
   const auto total = static_cast<int64_t>(local.nbytes());
   uint32_t checksum = 0;

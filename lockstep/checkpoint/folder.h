@@ -6,6 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/base/unique_fd.h"
+
 namespace lockstep::detail {
 
 /// In the names of folders that are not finished.
@@ -29,10 +31,19 @@ void write_text(const std::string& path, const std::string& text);
 /// "run/" and "step-100" of "run/step-100" and of "run/step-100/"; the first is empty without a slash.
 std::pair<std::string, std::string> split_path(std::string path);
 
-/// A folder under a name that no other has, beside the one it is to get: removed with its owner unless it got that.
+/// What may be in a folder that is replaced: anything else must not be lost.
+enum class Replaces {
+  kCheckpoint,  ///< files of a checkpoint of ours; others are refused
+  kWeights,     ///< files of weights; others are taken along
+};
+
+/// A folder under a name that no other has, beside the one it is to get: removed with its owner unless it got that. It
+/// is locked while it is written.
 class NewFolder {
  public:
-  explicit NewFolder(const std::string& path);
+  /// Follows a link that has the name. Throws, naming what is in the way, if there is a folder that must not be
+  /// replaced.
+  NewFolder(const std::string& path, Replaces replaces);
   /// One that another process has made; it is theirs to remove.
   NewFolder(std::string path, std::string made) : path_(std::move(path)), made_(std::move(made)), is_owner_(false) {}
   ~NewFolder();
@@ -49,6 +60,11 @@ class NewFolder {
   const std::string path_;
   std::string made_;
   const bool is_owner_ = true;
+  UniqueFd lock_;
 };
+
+/// What saves that were cut off have left in `folder`, of names that begin with `prefix`: a whole checkpoint that was
+/// about to be replaced gets its name back, the rest is removed. What somebody is writing to stays.
+void clear_unfinished(const std::string& folder, const std::string& prefix);
 
 }  // namespace lockstep::detail

@@ -18,6 +18,7 @@ namespace {
 
 constexpr const char* kPrefix = "step-";
 constexpr const char* kLatest = "latest";
+constexpr const char* kLeft = ".left-behind";
 
 std::string name_of(int64_t step) {
   std::string name(32, '\0');
@@ -47,6 +48,18 @@ bool looks_whole(const std::string& path) {
   }
 }
 
+/// Of all folders that have the name of a checkpoint.
+std::vector<int64_t> named_steps(const std::string& folder) {
+  std::vector<int64_t> steps;
+  if (!lockstep::detail::is_folder(folder)) return steps;
+  for (const auto& name : lockstep::detail::names_in(folder)) {
+    const auto step = step_in(name);
+    if (step && lockstep::detail::is_folder(str(folder, "/", name))) steps.push_back(*step);
+  }
+  std::sort(steps.begin(), steps.end());
+  return steps;
+}
+
 /// In place of the link that was there.
 void link_to(const std::string& name, const std::string& link) {
   const auto made = str(link, lockstep::detail::kUnfinished, ::getpid());
@@ -74,13 +87,8 @@ std::string CheckpointManager::path_of(int64_t step) const {
 }
 
 std::vector<int64_t> CheckpointManager::steps() const {
-  std::vector<int64_t> steps;
-  if (!lockstep::detail::is_folder(folder_)) return steps;
-  for (const auto& name : lockstep::detail::names_in(folder_)) {
-    const auto step = step_in(name);
-    if (step && looks_whole(str(folder_, "/", name))) steps.push_back(*step);
-  }
-  std::sort(steps.begin(), steps.end());
+  auto steps = named_steps(folder_);
+  std::erase_if(steps, [&](int64_t step) { return !looks_whole(path_of(step)); });
   return steps;
 }
 
@@ -110,6 +118,14 @@ void CheckpointManager::wait() {
 
 void CheckpointManager::on_saved(int64_t step) const {
   link_to(name_of(step), str(folder_, "/", kLatest));
+  for (const auto other : named_steps(folder_)) {
+    // Of a course that was left for an earlier step: the next resume() must not go on with it.
+    if (other <= step) continue;
+    const auto left = str(path_of(other), kLeft);
+    lockstep::detail::remove_folder(left);
+    lockstep::detail::rename_on_disk(path_of(other), left);
+    TORCH_WARN("[lockstep/checkpoint] step ", step, " was saved, so ", path_of(other), " is called ", left, " now.");
+  }
   if (options_.keep_last == 0) return;
   const auto all = steps();
   const auto kept = static_cast<std::size_t>(options_.keep_last);
@@ -120,13 +136,7 @@ void CheckpointManager::on_saved(int64_t step) const {
 }
 
 void CheckpointManager::remove_unfinished() const {
-  if (!lockstep::detail::is_folder(folder_)) return;
-  for (const auto& name : lockstep::detail::names_in(folder_)) {
-    const bool is_ours = name.starts_with(str(".", kPrefix)) || name.starts_with(kLatest);
-    if (is_ours && name.find(lockstep::detail::kUnfinished) != std::string::npos) {
-      lockstep::detail::remove_folder(str(folder_, "/", name));
-    }
-  }
+  lockstep::detail::clear_unfinished(folder_, kPrefix);
 }
 
 std::optional<int64_t> CheckpointManager::resume(const State& state, LoadOptions options) {
@@ -136,7 +146,7 @@ std::optional<int64_t> CheckpointManager::resume(const State& state, LoadOptions
   const auto what = str("no checkpoint in ", folder_, " was found");
   const auto newest_before = [&](const std::optional<int64_t>& step) -> std::optional<int64_t> {
     const auto found = together.first_says(what, [&] {
-      auto all = steps();
+      auto all = named_steps(folder_);
       std::erase_if(all, [&](int64_t each) { return step && each >= *step; });
       return all.empty() ? std::string() : std::to_string(all.back());
     });
@@ -146,7 +156,9 @@ std::optional<int64_t> CheckpointManager::resume(const State& state, LoadOptions
     remove_unfinished();
     return std::string();
   });
+  bool has_any = false;
   for (auto step = newest_before(std::nullopt); step; step = newest_before(step)) {
+    has_any = true;
     try {
       load(path_of(*step), state, options);
       return step;
@@ -156,6 +168,8 @@ std::optional<int64_t> CheckpointManager::resume(const State& state, LoadOptions
       TORCH_WARN("[lockstep/checkpoint] ", path_of(*step), " is passed over: ", damage);
     }
   }
+  TORCH_CHECK(!has_any, "[lockstep/checkpoint] none of the checkpoints in ", folder_,
+              " can be read, see above. To begin anew, move them away.");
   return std::nullopt;
 }
 

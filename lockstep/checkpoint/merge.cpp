@@ -86,7 +86,7 @@ void merge(const std::string& from, const std::string& to, const MergeOptions& o
   }
   lockstep::detail::Reading reading(catalog, {}, 0, 1);
   lockstep::detail::ProgressTeller progress("writing " + to, bytes, options.progress);
-  const lockstep::detail::NewFolder folder(to);
+  const lockstep::detail::NewFolder folder(to, lockstep::detail::Replaces::kWeights);
   for (auto& file : files) {
     const auto header = lockstep::detail::laid_out_header(file.entries, {{"format", "pt"}});
     lockstep::detail::FileWriter writer(folder.file(file.name));

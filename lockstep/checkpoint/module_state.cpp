@@ -1,14 +1,12 @@
 // Modules in checkpoints: whatever divides their parameters has given these layouts.
-#include <c10/core/GradMode.h>
+#include <ATen/ops/empty.h>
 #include <torch/nn/module.h>
 
 #include <unordered_map>
 
 #include "lockstep/checkpoint/owned_pieces.h"
 #include "lockstep/checkpoint/state.h"
-#include "lockstep/comm/world.h"
 #include "lockstep/fsdp/unit_registry.h"
-#include "lockstep/intercept/deferred_init.h"
 
 namespace lockstep::dcp {
 namespace {
@@ -64,10 +62,17 @@ class ModuleState : public Stateful {
     const auto flat = lockstep::detail::flat_pieces(module_);
     const auto tied = tied_names(in);
     for (const auto& entry : entries_of(module_)) {
-      give_memory(entry.tensor);
+      lockstep::detail::give_memory(entry.tensor);
       // A write on all ranks, also on those that have nothing of it: FSDP gathers what was written to.
       const auto local = entry.tensor.detach();
       if (local.dim() > 0) in.then([local] { local.narrow(0, 0, 0).zero_(); });
+      if (const auto dtype = lockstep::detail::original_dtype_of(entry.tensor); entry.is_buffer && dtype) {
+        // FSDP computes with another than is saved.
+        const auto whole = at::empty(entry.tensor.sizes(), entry.tensor.options().dtype(*dtype));
+        in.tensor(saved_name(in, entry, entry.names.front(), tied), whole);
+        in.then([local, whole] { local.copy_(whole); });
+        continue;
+      }
       for (auto& owned : owned(entry, flat)) {
         const auto name = saved_name(in, entry, owned.name, tied);
         in.pieces(name, owned.sizes, std::move(owned.pieces));
@@ -102,13 +107,6 @@ class ModuleState : public Stateful {
       if (first != tied.end() && in.form(first->second)) return first->second;
     }
     return name;
-  }
-
-  static void give_memory(const at::Tensor& tensor) {
-    if (!tensor.is_meta()) return;
-    const auto world = current_world();
-    is_deferred(tensor) ? materialize_tensor(tensor)
-                        : materialize_empty(tensor, world ? world->device() : c10::Device(at::kCPU));
   }
 
   torch::nn::Module& module_;

@@ -10,6 +10,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "lockstep/base/str.h"
@@ -27,6 +28,7 @@ using lockstep::detail::StatefulParameter;
 using Parameters = std::vector<StatefulParameter>;
 using Groups = std::vector<NamedOptimizerState::Group>;
 
+constexpr const char* kState = "state.";
 constexpr const char* kGroups = "groups";
 constexpr const char* kOptions = "options";
 constexpr const char* kParams = "params";
@@ -34,10 +36,10 @@ constexpr const char* kValues = "values";
 constexpr const char* kTensors = "tensors";
 
 std::string state_name(const std::string& parameter) {
-  return "state." + parameter;
+  return kState + parameter;
 }
 std::string state_name(const std::string& parameter, const std::string& slot) {
-  return str("state.", parameter, ".", slot);
+  return str(kState, parameter, ".", slot);
 }
 
 c10::impl::GenericDict made_dict() {
@@ -79,18 +81,53 @@ void save_groups(Outgoing& out, const OptimizerStateDict& dict, const Parameters
   out.value(kGroups, groups);
 }
 
-Groups load_groups(Incoming& in) {
+/// All names of the optimizer's parameters, by what these are called in the checkpoint.
+std::map<std::string, std::string> names_there(Incoming& in, const Parameters& parameters) {
+  std::map<std::string, std::string> names;
+  const auto add = [&](const std::string& name) {
+    const auto full = in.name_there(state_name(name));
+    const auto state = full.find(kState);
+    names.emplace(state == std::string::npos ? name : full.substr(state + std::strlen(kState)), name);
+  };
+  for (const auto& parameter : parameters) {
+    for (const auto& name : parameter.names) add(name);
+    for (const auto& piece : parameter.pieces) add(piece.name);
+  }
+  return names;
+}
+
+/// As they were saved, with the names that parameters have here. Refuses, if it is strict, one that nobody here has.
+Groups load_groups(Incoming& in, const Parameters& parameters) {
   Groups groups;
   const auto saved = in.value(kGroups);
   if (!saved.isList()) return groups;
+  const auto own_names = names_there(in, parameters);
   for (const auto& each : saved.toListRef()) {
     const auto values = values_in(each);
     auto& group = groups.emplace_back();
     if (values.contains(kOptions)) group.options = values_in(values.at(kOptions));
     if (!values.contains(kParams) || !values.at(kParams).isList()) continue;
-    for (const auto& name : values.at(kParams).toListRef()) group.params.push_back(name.toStringRef());
+    bool is_known = false;
+    for (const auto& name : values.at(kParams).toListRef()) {
+      const auto own = own_names.find(name.toStringRef());
+      is_known = is_known || own != own_names.end();
+      group.params.push_back(own == own_names.end() ? name.toStringRef() : own->second);
+    }
+    if (!is_known && !group.params.empty() && in.is_strict()) {
+      in.refuse(str("group ", groups.size() - 1, " of the saved optimizer, of '", group.params.front(),
+                    "' and so on, has no parameter of this one"));
+    }
   }
   return groups;
+}
+
+bool has_name(const Groups& groups, const StatefulParameter& parameter) {
+  const auto names = parameter.saved_names();
+  return std::any_of(groups.begin(), groups.end(), [&](const auto& group) {
+    return std::any_of(names.begin(), names.end(), [&](const auto& name) {
+      return std::find(group.params.begin(), group.params.end(), name) != group.params.end();
+    });
+  });
 }
 
 /// What a parameter keeps, apart from the tensors' values.
@@ -136,7 +173,7 @@ bool has_sizes(const c10::IValue& value, at::IntArrayRef sizes) {
   return value.isTensor() && value.toTensor().defined() && value.toTensor().sizes() == sizes;
 }
 
-/// Those that require gradients but have no state, where others have some.
+/// Those that were in no saved group. One that was, and has no state, had none.
 void refuse_missing(Incoming& in, const std::vector<std::string>& missing, bool has_state) {
   if (!has_state || missing.empty() || !in.is_strict()) return;
   in.refuse(str("the optimizer's state lacks ", join(missing, ", ")));
@@ -158,7 +195,8 @@ class OptimizerState : public Stateful {
 
   void load(Incoming& in) override {
     const auto parameters = lockstep::detail::stateful_parameters(module_, optimizer_);
-    const auto groups = load_groups(in);
+    for (const auto& parameter : parameters) lockstep::detail::give_memory(parameter.tensor);
+    const auto groups = load_groups(in, parameters);
     auto dict = state_dict_of(optimizer_);
     const auto before = std::exchange(dict.state, {});
     std::vector<std::string> missing;
@@ -167,7 +205,7 @@ class OptimizerState : public Stateful {
       auto state = load_state(in, parameters[i], own == before.end() ? NamedValues() : own->second);
       if (!state.empty()) {
         dict.state.emplace(static_cast<int64_t>(i), std::move(state));
-      } else if (parameters[i].tensor.requires_grad()) {
+      } else if (parameters[i].tensor.requires_grad() && !has_name(groups, parameters[i])) {
         missing.push_back(parameters[i].name());
       }
     }
@@ -201,7 +239,15 @@ class OptimizerState : public Stateful {
     if (parameter.pieces.empty()) {
       load_state(in, state, parameter, own, parameter.names, parameter.sizes());
     } else {
-      for (const auto& piece : parameter.pieces) load_state(in, state, parameter, own, {piece.name}, piece.sizes);
+      std::vector<std::string> lacking;
+      for (const auto& piece : parameter.pieces) {
+        if (!load_state(in, state, parameter, own, {piece.name}, piece.sizes)) lacking.push_back(piece.name);
+      }
+      // One step count and one memory for all: there is no such thing as state of some.
+      if (!state.empty() && !lacking.empty()) {
+        in.refuse(
+            str("the optimizer's state lacks ", join(lacking, ", "), ", which are in one flat parameter with others"));
+      }
     }
     return state;
   }
@@ -210,23 +256,32 @@ class OptimizerState : public Stateful {
   static at::Tensor memory_for(const std::string& slot, at::ScalarType dtype, const StatefulParameter& parameter,
                                const NamedValues& own) {
     const auto found = own.find(slot);
+    // Of another dtype, too: then it is refused, or cast.
     const bool fits = found != own.end() && has_sizes(found->second, parameter.tensor.sizes()) &&
-                      found->second.toTensor().scalar_type() == dtype &&
                       found->second.toTensor().layout() == at::kStrided;
     if (fits) return found->second.toTensor();
     return at::empty_strided(parameter.tensor.sizes(), parameter.tensor.strides(),
                              parameter.tensor.options().dtype(dtype).requires_grad(false));
   }
 
-  static void load_state(Incoming& in, NamedValues& state, const StatefulParameter& parameter, const NamedValues& own,
+  /// False if it has none.
+  static bool load_state(Incoming& in, NamedValues& state, const StatefulParameter& parameter, const NamedValues& own,
                          const std::vector<std::string>& names, const std::vector<int64_t>& sizes) {
     const auto found = find_slots(in, names);
-    if (!found) return;
+    if (!found) return false;
     const auto& [name, slots] = *found;
-    for (const auto& [slot, value] : slots.values) state.emplace(slot, value);
+    for (const auto& [slot, value] : slots.values) {
+      const auto& first = state.emplace(slot, value).first->second;
+      if (first != value)
+        in.refuse(str("'", slot, "' of '", name, "' differs from that of others in its flat parameter"));
+    }
     for (const auto& slot : slots.tensors) {
       const auto form = in.form(state_name(name, slot));
       if (!form || form->sizes != sizes) {
+        if (form && !sizes.empty() && form->sizes.size() == sizes.size()) {
+          in.refuse(str("'", state_name(name, slot), "' has sizes [", join(form->sizes, ", "), "], the parameter [",
+                        join(sizes, ", "), "]"));
+        }
         state.emplace(slot, in.tensor(state_name(name, slot)));
         continue;
       }
@@ -240,6 +295,7 @@ class OptimizerState : public Stateful {
         if (owned.name == names.front()) in.pieces(state_name(name, slot), sizes, std::move(owned.pieces));
       }
     }
+    return true;
   }
 
   torch::optim::Optimizer& optimizer_;
@@ -274,7 +330,8 @@ class ZeroState : public Stateful {
     Access::prepare_to_load(optimizer_);
     const auto parameters = lockstep::detail::stateful_parameters(module_, optimizer_);
     auto dict = Access::groups(optimizer_);
-    lockstep::detail::take_group_options(dict, parameters, load_groups(in));
+    const auto groups = load_groups(in, parameters);
+    lockstep::detail::take_group_options(dict, parameters, groups);
     std::vector<std::optional<std::pair<std::string, Slots>>> saved;
     std::vector<std::string> missing;
     OptimizerStateDict kinds;
@@ -282,7 +339,7 @@ class ZeroState : public Stateful {
       saved.push_back(find_slots(in, parameter.names));
       if (saved.back()) {
         kinds.state.emplace(static_cast<int64_t>(saved.size()) - 1, kind_of(in, *saved.back(), parameter.sizes()));
-      } else if (parameter.tensor.requires_grad()) {
+      } else if (parameter.tensor.requires_grad() && !has_name(groups, parameter)) {
         missing.push_back(parameter.name());
       }
     }
@@ -294,6 +351,8 @@ class ZeroState : public Stateful {
         return saved[at] ? std::optional(read(in, *saved[at], parameters[at].tensor, elements, is_whole))
                          : std::nullopt;
       };
+      // A load that failed on some ranks only must not be in the way of the next.
+      Access::forget_loads(optimizer_);
       Access::load_from(optimizer_, dict, source, "of a checkpoint");
     });
   }

@@ -2,6 +2,8 @@
 
 #include <c10/util/Exception.h>
 
+#include "lockstep/comm/world.h"
+#include "lockstep/intercept/deferred_init.h"
 #include "lockstep/shard/layout_of.h"
 
 namespace lockstep::detail {
@@ -37,6 +39,13 @@ std::vector<BoxedValues> boxes_in(const FlatPiece& piece, const Layout& layout, 
 }
 
 }  // namespace
+
+void give_memory(const at::Tensor& tensor) {
+  if (!tensor.is_meta()) return;
+  const auto world = current_world();
+  is_deferred(tensor) ? materialize_tensor(tensor)
+                      : materialize_empty(tensor, world ? world->device() : c10::Device(at::kCPU));
+}
 
 std::vector<int64_t> whole_sizes(const at::Tensor& parameter) {
   const auto layout = layout_of(parameter);

@@ -23,6 +23,9 @@ struct OwnedPieces {
 std::vector<OwnedPieces> owned_pieces(const std::string& name, const at::Tensor& parameter, const at::Tensor& local,
                                       const std::vector<FlatPiece>& flat);
 
+/// If it is on the meta device: memory on this rank's device, to be filled.
+void give_memory(const at::Tensor& tensor);
+
 /// Sizes of the whole parameter.
 std::vector<int64_t> whole_sizes(const at::Tensor& parameter);
 

@@ -30,6 +30,9 @@ std::string listed(const std::vector<std::string>& names) {
 /// What stays in a core's cache between reading and the checksum.
 constexpr int64_t kChunkBytes = 1 << 18;
 
+/// Processes may not have many more.
+constexpr std::size_t kOpenFiles = 64;
+
 /// Bytes of a piece, and where they belong.
 struct ByteRun {
   int64_t begin;
@@ -100,7 +103,13 @@ void Reading::note_missing(const std::string& name) {
 }
 
 void Reading::pass_over(const std::string& name) {
-  asked_.insert(full_name(name));
+  const auto full = full_name(name);
+  asked_.insert(full);
+  if (find(full) != nullptr) read_later_.insert(full);
+}
+
+std::string Reading::name_there(const std::string& name) const {
+  return full_name(name);
 }
 
 void Reading::refuse(const std::string& why) {
@@ -131,21 +140,26 @@ void Reading::pieces(const std::string& name, const std::vector<int64_t>& sizes,
   }
 }
 
+std::optional<std::string> Reading::owner_of(const std::string& name) const {
+  // Of two entries, the longer name has it: "model.ema" is not part of "model".
+  std::optional<std::string> owner;
+  for (const auto& entry : catalog_.entries.empty() ? entries_ : catalog_.entries) {
+    if (belongs_to(name, entry) && (!owner || entry.size() > owner->size())) owner = entry;
+  }
+  return owner;
+}
+
 std::vector<std::string> Reading::not_asked_for() const {
+  // Entries may have other names there: whoever asked for a part of one loads it.
+  std::set<std::string> loaded(entries_.begin(), entries_.end());
+  for (const auto& name : asked_) {
+    if (const auto owner = owner_of(name)) loaded.insert(*owner);
+  }
   std::vector<std::string> names;
   const auto add = [&](const auto& by_name) {
     for (const auto& [name, each] : by_name) {
-      // Of two entries, the longer name has it: "model.ema" is not part of "model".
-      std::string owner;
-      bool is_owned = false;
-      for (const auto& entry : catalog_.entries.empty() ? entries_ : catalog_.entries) {
-        if (belongs_to(name, entry) && (!is_owned || entry.size() > owner.size())) {
-          owner = entry;
-          is_owned = true;
-        }
-      }
-      const bool is_loaded = is_owned && std::find(entries_.begin(), entries_.end(), owner) != entries_.end();
-      if (is_loaded && !asked_.contains(name)) names.push_back(name);
+      const auto owner = owner_of(name);
+      if (owner && loaded.contains(*owner) && !asked_.contains(name)) names.push_back(name);
     }
   };
   add(catalog_.tensors);
@@ -155,19 +169,28 @@ std::vector<std::string> Reading::not_asked_for() const {
 
 void Reading::check() const {
   auto problems = problems_;
+  bool is_about_names = false;
   if (options_.strict) {
     if (!missing_.empty()) problems.push_back(str("it lacks ", listed(missing_)));
     const auto extra = not_asked_for();
     if (!extra.empty()) problems.push_back(str("nobody asks for ", listed(extra)));
+    is_about_names = !missing_.empty() || !extra.empty();
   }
   TORCH_CHECK(problems.empty(), "[lockstep/checkpoint] it does not fit: ", join(problems, "; "),
-              options_.strict ? ". LoadOptions::strict = false passes over what is missing or left." : "");
+              is_about_names ? ". LoadOptions::strict = false passes over what is missing or left." : "");
 }
 
 MappedFile& Reading::file_of(const StoredPiece& piece) {
   auto& file = files_[piece.file];
   const auto& about = catalog_.files[piece.file];
-  if (!file) file = std::make_unique<MappedFile>(catalog_.path_of(about), about.bytes);
+  if (!file) {
+    file = std::make_unique<MappedFile>(catalog_.path_of(about), about.bytes);
+    if (files_.size() > kOpenFiles) {
+      auto opened = std::move(file);
+      files_.clear();
+      return *(files_[piece.file] = std::move(opened));
+    }
+  }
   return *file;
 }
 
@@ -214,6 +237,9 @@ void Reading::check_checksum(const std::string& name, const StoredPiece& piece) 
 
 void Reading::verify() {
   for (const auto& [piece, wanted] : wanted_pieces()) check_checksum(*wanted.name, *piece);
+  for (const auto& name : read_later_) {
+    for (const auto& piece : catalog_.tensors.at(name).pieces) check_checksum(name, piece);
+  }
 }
 
 bool Reading::stream(const StoredPiece& piece, const Wanted& wanted) {
@@ -222,7 +248,8 @@ bool Reading::stream(const StoredPiece& piece, const Wanted& wanted) {
   for (const auto* into : wanted.into) {
     const auto common = intersection(piece.box, into->box);
     const auto values = box_in(into->values, into->box, *common);
-    if (values.scalar_type() != dtype || !values.is_cpu() || !values.is_contiguous()) return false;
+    const bool is_plain = values.is_cpu() && values.is_contiguous() && !values.is_conj() && !values.is_neg();
+    if (values.scalar_type() != dtype || !is_plain) return false;
     const auto elements = run_in(*common, piece.box);
     if (!elements) return false;
     const auto item = static_cast<int64_t>(c10::elementSize(dtype));

@@ -39,6 +39,7 @@ class Reading : public dcp::Incoming {
   void read_now(const std::string& name, const std::vector<BoxedValues>& into) override;
   void pass_over(const std::string& name) override;
   void refuse(const std::string& why) override;
+  std::string name_there(const std::string& name) const override;
   bool is_strict() const override { return options_.strict; }
   void then(std::function<void()> action) override;
   int rank() const override { return rank_; }
@@ -74,6 +75,7 @@ class Reading : public dcp::Incoming {
   void check_checksum(const std::string& name, const StoredPiece& piece);
   void compare(uint32_t checksum, const std::string& name, const StoredPiece& piece) const;
   std::map<const StoredPiece*, Wanted> wanted_pieces() const;
+  std::optional<std::string> owner_of(const std::string& name) const;
   std::vector<std::string> not_asked_for() const;
 
   // Fixed after construction.
@@ -88,6 +90,7 @@ class Reading : public dcp::Incoming {
   std::vector<Request> requests_;
   std::vector<std::pair<std::string, std::function<void()>>> actions_;  // with the entries they are of
   std::set<std::string> asked_;                                         // full names, as are the others
+  std::set<std::string> read_later_;
   std::vector<std::string> missing_;
   std::vector<std::string> problems_;
 };

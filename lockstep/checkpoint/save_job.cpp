@@ -101,7 +101,7 @@ SaveJob::SaveJob(std::string path, const dcp::State& state, dcp::SaveOptions opt
     }
   }
   const auto made = together.first_says(what_, [&] {
-    folder_.emplace(path_);
+    folder_.emplace(path_, Replaces::kCheckpoint);
     return folder_->path();
   });
   if (!folder_) folder_.emplace(path_, made);

@@ -34,34 +34,55 @@ StatefulPtr made(std::function<void(Outgoing&)> save, std::function<void(Incomin
   return std::make_shared<MadeStateful>(std::move(save), std::move(load));
 }
 
+/// Whether a saved value can become a number of this type without being another then.
+template <class Number>
+bool is_a(const c10::IValue& saved) {
+  if constexpr (std::is_same_v<Number, bool>) return saved.isBool();
+  if constexpr (std::is_same_v<Number, double>) return saved.isDouble() || saved.isInt();
+  return saved.isInt();
+}
+
 /// One value, by the entry's own name.
 template <class Number>
 StatefulPtr number(Number& value) {
-  return made([&value](Outgoing& out) { out.value("", c10::IValue(value)); },
-              [&value](Incoming& in) {
-                const auto saved = in.value("");
-                if (saved.isNone()) return;
-                in.then([&value, saved] { value = static_cast<Number>(saved.toScalar().to<Number>()); });
-              });
-}
-
-/// What has a state_dict() of numbers by name.
-template <class Object>
-StatefulPtr numbers(Object& object) {
   return made(
-      [&object](Outgoing& out) {
-        NamedValues values;
-        for (const auto& [name, value] : object.state_dict()) values.emplace(name, value);
-        out.values("", values);
-      },
-      [&object](Incoming& in) {
-        std::map<std::string, double> values;
-        for (const auto& [name, value] : in.values("")) values.emplace(name, value.toDouble());
-        in.then([&object, values] {
-          if (!values.empty()) object.load_state_dict(values);
-        });
+      [&value](Outgoing& out) { out.value("", c10::IValue(value)); },
+      [&value](Incoming& in) {
+        const auto saved = in.value("");
+        if (saved.isNone()) return;
+        if (!is_a<Number>(saved)) {
+          return in.refuse(str("'", in.name_there(""), "' is a ", saved.tagKind(), ", which does not fit here"));
+        }
+        in.then([&value, saved] { value = saved.toScalar().to<Number>(); });
       });
 }
+
+/// What has a state_dict() of numbers by name; `has_state` tells whether it needs one.
+template <class Object>
+StatefulPtr numbers(Object& object, std::function<bool()> has_state) {
+  const auto save = [&object](Outgoing& out) {
+    NamedValues values;
+    for (const auto& [name, value] : object.state_dict()) values.emplace(name, value);
+    out.values("", values);
+  };
+  const auto load = [&object, has_state](Incoming& in) {
+    std::map<std::string, double> values;
+    for (const auto& [name, value] : in.values("")) {
+      if (!value.isDouble()) return in.refuse(str("'", in.name_there(name), "' is no number"));
+      values.emplace(name, value.toDouble());
+    }
+    if (values.empty() && has_state() && in.find_value("")) {
+      return in.refuse(str("'", in.name_there(""), "' was disabled when it was saved, and is enabled here"));
+    }
+    in.then([&object, values] {
+      if (!values.empty()) object.load_state_dict(values);
+    });
+  };
+  return made(save, load);
+}
+
+/// How many samples a rank had in an epoch when its sampler was saved.
+constexpr const char* kSize = "size";
 
 /// Its count of steps, which is protected.
 struct CountedSteps : torch::optim::LRScheduler {
@@ -128,11 +149,11 @@ StatefulPtr stateful(at::Generator& generator) {
 }
 
 StatefulPtr stateful(GradScaler& scaler) {
-  return numbers(scaler);
+  return numbers(scaler, [&scaler] { return scaler.is_enabled(); });
 }
 
 StatefulPtr stateful(optim::CurveLR& schedule) {
-  return numbers(schedule);
+  return numbers(schedule, [] { return true; });
 }
 
 StatefulPtr stateful(torch::optim::LRScheduler& schedule) {
@@ -146,23 +167,31 @@ StatefulPtr stateful(torch::optim::LRScheduler& schedule) {
 }
 
 StatefulPtr stateful(DistributedSampler& sampler) {
-  return made(
-      [&sampler](Outgoing& out) {
-        torch::serialize::OutputArchive archive;
-        sampler.save(archive);
-        auto written = lockstep::detail::reopened(archive);
-        out.values("", lockstep::detail::values_in(written));
-      },
-      [&sampler](Incoming& in) {
-        const auto values = in.values("");
-        if (values.empty()) return;
-        in.then([&sampler, values] {
-          torch::serialize::OutputArchive archive;
-          for (const auto& [name, value] : values) archive.write(name, value);
-          auto written = lockstep::detail::reopened(archive);
-          sampler.load(written);
-        });
-      });
+  const auto save = [&sampler](Outgoing& out) {
+    torch::serialize::OutputArchive archive;
+    sampler.save(archive);
+    auto written = lockstep::detail::reopened(archive);
+    auto values = lockstep::detail::values_in(written);
+    values[kSize] = static_cast<int64_t>(sampler.size());
+    out.values("", values);
+  };
+  const auto load = [&sampler](Incoming& in) {
+    auto values = in.values("");
+    if (!values.contains(kSize)) return;
+    // Of more or fewer ranks each has another part of what all together had: no sample is left out.
+    const auto then = values.at(kSize).toInt();
+    const auto now = static_cast<int64_t>(sampler.size());
+    values.erase(kSize);
+    auto& position = values.at("position");
+    if (then != now && then > 0) position = position.toInt() * now / then;
+    in.then([&sampler, values] {
+      torch::serialize::OutputArchive archive;
+      for (const auto& [name, value] : values) archive.write(name, value);
+      auto written = lockstep::detail::reopened(archive);
+      sampler.load(written);
+    });
+  };
+  return made(save, load);
 }
 
 StatefulPtr per_rank(StatefulPtr object) {

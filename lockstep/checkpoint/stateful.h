@@ -126,6 +126,8 @@ class Incoming {
 
   /// It is not an error that nobody asks for these.
   virtual void pass_over(const std::string& name) = 0;
+  /// The full name that it has in the checkpoint: LoadOptions::name_in_checkpoint may give another.
+  virtual std::string name_there(const std::string& name) const = 0;
   /// Something does not fit: load() throws, on all ranks, with this among the reasons, having changed nothing.
   virtual void refuse(const std::string& why) = 0;
   /// Missing names are an error.

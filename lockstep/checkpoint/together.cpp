@@ -21,6 +21,8 @@ std::string said_by(const std::function<std::string()>& work) {
     return kFailed + std::string(error.what_without_backtrace());
   } catch (const std::exception& error) {
     return kFailed + std::string(error.what());
+  } catch (...) {
+    return kFailed + std::string("an exception that is no std::exception");
   }
 }
 

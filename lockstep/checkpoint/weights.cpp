@@ -3,6 +3,7 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <random>
 
 #include "lockstep/base/str.h"
 #include "lockstep/checkpoint/catalog.h"
@@ -42,7 +43,9 @@ void save_weights(const torch::nn::Module& module, const std::string& folder, co
   // It is only read.
   state.add("", const_cast<torch::nn::Module&>(module));
   const auto [above, name] = detail::split_path(folder);
-  const auto parts = str(above, ".", name, ".parts");
+  const auto parts = together.first_says(str("'", folder, "' was not saved"), [above = above, name = name] {
+    return str(above, ".", name, ".parts-", std::random_device()());
+  });
   dcp::save(parts, state, {.process_group = options.process_group, .progress = options.progress});
   together.first_says(str("'", folder, "' was not saved"), [&] {
     struct Removed {

@@ -46,18 +46,21 @@ void take_group_options(OptimizerStateDict& dict, const std::vector<StatefulPara
     const NamedOptimizerState::Group* from = nullptr;
     for (const auto index : into.params) {
       const auto& parameter = parameters[static_cast<std::size_t>(index)];
-      auto names = parameter.names;
-      for (const auto& piece : parameter.pieces) names.push_back(piece.name);
-      const auto found = std::find_if(saved.begin(), saved.end(), [&](const auto& group) {
-        return std::any_of(names.begin(), names.end(), [&](const auto& name) {
-          return std::find(group.params.begin(), group.params.end(), name) != group.params.end();
+      // What a flat parameter consists of may have been in several groups.
+      std::vector<std::vector<std::string>> alternatives = {parameter.names};
+      for (const auto& piece : parameter.pieces) alternatives.push_back({piece.name});
+      for (const auto& names : alternatives) {
+        const auto found = std::find_if(saved.begin(), saved.end(), [&](const auto& group) {
+          return std::any_of(names.begin(), names.end(), [&](const auto& name) {
+            return std::find(group.params.begin(), group.params.end(), name) != group.params.end();
+          });
         });
-      });
-      if (found == saved.end()) continue;
-      TORCH_CHECK(from == nullptr || from == &*found, "[lockstep/fsdp] group ", i, " of the optimizer holds '",
-                  names.front(), "', which was saved in another group than '", from->params.front(),
-                  "', with other options. Make the groups as they were saved.");
-      from = &*found;
+        if (found == saved.end()) continue;
+        TORCH_CHECK(from == nullptr || from == &*found, "[lockstep/fsdp] group ", i, " of the optimizer holds '",
+                    names.front(), "', which was saved in another group than '", from->params.front(),
+                    "', with other options. Make the groups as they were saved.");
+        from = &*found;
+      }
     }
     if (from != nullptr) into.options = from->options;
   }

@@ -18,6 +18,8 @@ class StateAccess {
   }
   /// Throws if the optimizer could not load such state, without tensors larger than an element.
   static void check_kind(const ZeroOptimizer& optimizer, const OptimizerStateDict& dict) { optimizer.check_kind(dict); }
+  /// Ranks compare how often they have loaded: all begin to count anew.
+  static void forget_loads(ZeroOptimizer& optimizer) { optimizer.loads_ = 0; }
   static void prepare_to_load(ZeroOptimizer& optimizer) { optimizer.prepare_for_state("loading state"); }
   static void load_from(ZeroOptimizer& optimizer, const OptimizerStateDict& groups, const StateSource& source,
                         const std::string& description);
