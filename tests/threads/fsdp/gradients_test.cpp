@@ -213,7 +213,8 @@ TEST(FsdpGradients, AHookMayChangeWhatWasReduced) {
     for (const auto& parameter : pair.ddp.module()->blocks[1]->parameters()) parameter.mutable_grad().mul_(2.0 / 3);
     expect_same_gradients(*pair.model, *pair.ddp.module(), "on a stream", 1e-6);
     const auto replicas = init_device_mesh("cpu", {2, 1}, {.mesh_dim_names = {"replicate", "shard"}});
-    auto hybrid = fully_shard(torch::nn::Linear(2, 2), {.mesh = replicas});
+    // From a seed: other threads may be building from theirs.
+    auto hybrid = fully_shard(built_from_seed([] { return torch::nn::Linear(2, 2); }), {.mesh = replicas});
     expect_error([&] { hybrid.set_all_reduce_hook([](const at::Tensor&) {}, stream); }, {"a mesh with replicas"});
     const c10::Stream of_gpu(c10::Stream::UNSAFE, at::Device(at::kCUDA, 0), 0);
     expect_error([&] { pair.root.set_all_reduce_hook([](const at::Tensor&) {}, of_gpu); }, {"cuda:0", "one of cpu"});
