@@ -78,15 +78,15 @@ Parsed parse_command(const std::vector<std::string>& arguments) {
 }
 
 std::optional<int64_t> parse_bytes(const std::string& text) {
-  static const std::map<std::string, double> kUnits = {
-      {"", 1},      {"B", 1},        {"KB", 1e3},     {"MB", 1e6},     {"GB", 1e9},
-      {"TB", 1e12}, {"KiB", 0x1p10}, {"MiB", 0x1p20}, {"GiB", 0x1p30}, {"TiB", 0x1p40}};
+  static const std::map<std::string, double> units = {{"", 1},         {"B", 1},       {"KB", 1e3},     {"MB", 1e6},
+                                                      {"GB", 1e9},     {"TB", 1e12},   {"KiB", 0x1p10}, {"MiB", 0x1p20},
+                                                      {"GiB", 0x1p30}, {"TiB", 0x1p40}};
   double number = 0;
   const char* end = text.data() + text.size();
   const auto [unit, error] = std::from_chars(text.data(), end, number, std::chars_format::fixed);
   if (error != std::errc()) return std::nullopt;
-  const auto factor = kUnits.find(std::string(unit, end));
-  if (factor == kUnits.end()) return std::nullopt;
+  const auto factor = units.find(std::string(unit, end));
+  if (factor == units.end()) return std::nullopt;
   const double bytes = std::floor(number * factor->second);
   constexpr double kMost = 0x1p62;
   if (!(bytes >= 1 && bytes <= kMost)) return std::nullopt;

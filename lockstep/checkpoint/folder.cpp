@@ -130,7 +130,7 @@ void remove_folder(const std::string& path) noexcept {
   if (::lstat(path.c_str(), &about) != 0) return;
   if (S_ISDIR(about.st_mode)) {
     try {
-      for (const auto& name : names_in(path)) remove_folder(path + "/" + name);
+      for (const auto& name : names_in(path)) remove_folder(str(path, "/", name));
     } catch (const std::exception&) {
       return;
     }

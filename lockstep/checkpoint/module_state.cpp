@@ -84,9 +84,9 @@ class ModuleState : public Stateful {
  private:
   static std::vector<OwnedPieces> owned(const Entry& entry, const lockstep::detail::FlatPieces& flat) {
     const auto found = flat.find(entry.tensor.unsafeGetTensorImpl());
-    static const std::vector<lockstep::detail::FlatPiece> kNone;
+    static const std::vector<lockstep::detail::FlatPiece> none;
     return owned_pieces(entry.names.front(), entry.tensor, entry.tensor.detach(),
-                        found == flat.end() ? kNone : found->second);
+                        found == flat.end() ? none : found->second);
   }
 
   static std::map<std::string, std::string> tied_names(Incoming& in) {

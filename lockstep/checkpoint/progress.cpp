@@ -51,8 +51,8 @@ void ProgressTeller::tell() {
   const std::chrono::duration<double> took = Clock::now() - start_;
   progress_.bytes_per_second = static_cast<double>(progress_.bytes) / std::max(took.count(), 1e-9);
   if (function_) return function_(progress_);
-  static const bool kIsTerminal = ::isatty(STDERR_FILENO) == 1;
-  if (!kIsTerminal) return;
+  static const bool is_terminal = ::isatty(STDERR_FILENO) == 1;
+  if (!is_terminal) return;
   std::fprintf(stderr, "\r\033[K%s", progress_line(progress_).c_str());
   is_drawn_ = true;
 }

@@ -358,8 +358,14 @@ TEST(CheckpointFuzz, SpoiledFilesAreReadOrRefused) {
     });
     const auto opened = outcome_of(path, [&] { detail::open_catalog(path); });
     ++outcomes[static_cast<std::size_t>(opened)];
-    outcome_of(path, [&] { EXPECT_TRUE(opened == Outcome::kRead || !dcp::verify(path).empty()); });
-    outcome_of(path, [&] { load_all(path, spoiler.below(2) == 0 ? "all" : ""); });
+    // What cannot be opened is refused by whoever opens it: enough to see now and then.
+    if (opened == Outcome::kRead || spoiler.below(8) == 0) {
+      outcome_of(path, [&] {
+        const auto problems = dcp::verify(path);
+        EXPECT_TRUE(opened == Outcome::kRead || !problems.empty());
+      });
+      outcome_of(path, [&] { load_all(path, spoiler.below(2) == 0 ? "all" : ""); });
+    }
     if (spoiler.below(500) == 0) outcome_of(path, [&] { dcp::merge(path, folder.file("merged")); });
     write(file, bytes);
   }
