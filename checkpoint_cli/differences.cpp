@@ -56,7 +56,9 @@ at::Tensor distances(const at::Tensor& one, const at::Tensor& other) {
 class Comparison {
  public:
   Comparison(const detail::Catalog& first, const detail::Catalog& second, double tolerance)
-      : first_(first, {.verify = dcp::Verify::kNever}, 0, 1), second_(second, {.verify = dcp::Verify::kNever}, 0, 1), tolerance_(tolerance) {}
+      : first_(first, {.verify = dcp::Verify::kNever}, 0, 1),
+        second_(second, {.verify = dcp::Verify::kNever}, 0, 1),
+        tolerance_(tolerance) {}
 
   /// Empty if there is no difference.
   std::string of_tensors(const std::string& name, const StoredTensor& one, const StoredTensor& other,
