@@ -68,7 +68,7 @@ class ModuleState : public Stateful {
       if (local.dim() > 0) in.then([local] { local.narrow(0, 0, 0).zero_(); });
       if (const auto dtype = lockstep::detail::original_dtype_of(entry.tensor); entry.is_buffer && dtype) {
         // FSDP computes with another than is saved.
-        const auto whole = at::empty(entry.tensor.sizes(), entry.tensor.options().dtype(*dtype));
+        const auto whole = at::empty(entry.tensor.sizes(), entry.tensor.options().dtype(dtype));
         in.tensor(saved_name(in, entry, entry.names.front(), tied), whole);
         in.then([local, whole] { local.copy_(whole); });
         continue;

@@ -59,7 +59,7 @@ StatefulPtr number(Number& value) {
 
 /// What has a state_dict() of numbers by name; `has_state` tells whether it needs one.
 template <class Object>
-StatefulPtr numbers(Object& object, std::function<bool()> has_state) {
+StatefulPtr numbers(Object& object, const std::function<bool()>& has_state) {
   const auto save = [&object](Outgoing& out) {
     NamedValues values;
     for (const auto& [name, value] : object.state_dict()) values.emplace(name, value);
@@ -195,10 +195,11 @@ StatefulPtr stateful(DistributedSampler& sampler) {
 }
 
 StatefulPtr per_rank(StatefulPtr object) {
-  return made([object](Outgoing& out) { out.object(str("rank", out.rank()), *object); },
-              [object](Incoming& in) {
+  const auto own = std::move(object);
+  return made([own](Outgoing& out) { out.object(str("rank", out.rank()), *own); },
+              [own](Incoming& in) {
                 for (const auto& name : in.names()) in.pass_over(name);
-                if (in.world_size() == in.saved_world_size()) return in.object(str("rank", in.rank()), *object);
+                if (in.world_size() == in.saved_world_size()) return in.object(str("rank", in.rank()), *own);
                 if (in.rank() != 0) return;
                 TORCH_WARN("[lockstep/checkpoint] what ", in.saved_world_size(),
                            " ranks have saved each for itself is not ", "loaded by ", in.world_size());
