@@ -227,7 +227,11 @@ void measure(Report& report, const std::string& size, Settings settings, int rou
   add("load", "ms", "load", kPython, theirs["load"], 2);
   add("reshard", "ms", "reshard", kPython, theirs["reshard"], 3);
   add("async stall", "ms", "stall", kPython, theirs["stall"], 3);
-  add("extra memory of save", "MB", "memory", kPython, theirs["memory"], std::nullopt);
+  // Next to nothing on both sides, so no ratio.
+  if (!mine["memory"].empty() && !theirs["memory"].empty()) {
+    std::printf("extra memory of a save, %s: %.1f MB, %s %.1f MB\n", size.c_str(), figure_of(mine["memory"]).value,
+                kPython, figure_of(theirs["memory"]).value);
+  }
 }
 
 }  // namespace
