@@ -47,9 +47,8 @@ std::array<std::array<uint32_t, 256>, 4> made_shifts() {
 }
 
 uint32_t shifted(uint32_t crc) {
-  static const auto kShifts = made_shifts();
-  return kShifts[0][crc & 0xffU] ^ kShifts[1][crc >> 8U & 0xffU] ^ kShifts[2][crc >> 16U & 0xffU] ^
-         kShifts[3][crc >> 24U];
+  static const auto shifts = made_shifts();
+  return shifts[0][crc & 0xffU] ^ shifts[1][crc >> 8U & 0xffU] ^ shifts[2][crc >> 16U & 0xffU] ^ shifts[3][crc >> 24U];
 }
 
 uint64_t word_at(const unsigned char* bytes) {
@@ -84,8 +83,8 @@ __attribute__((target("sse4.2"))) uint32_t by_instruction(uint32_t crc, const un
 uint32_t crc32c(uint32_t before, const void* bytes, std::size_t size) {
   const auto* begin = static_cast<const unsigned char*>(bytes);
 #if defined(__x86_64__)
-  static const bool kHasInstruction = __builtin_cpu_supports("sse4.2") != 0;
-  if (kHasInstruction) return ~by_instruction(~before, begin, size);
+  static const bool has_instruction = __builtin_cpu_supports("sse4.2") != 0;
+  if (has_instruction) return ~by_instruction(~before, begin, size);
 #endif
   return ~by_table(~before, begin, size);
 }
